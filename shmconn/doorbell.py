@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named semaphores that wake a sleeper early. They carry no state: who hears none still looks.
+
+``/shmconn.NAME.gN`` wakes the members of group N, ``/shmconn.NAME.GENERATION`` the producer.
+"""
+
+import contextlib
+import os
+import time
+
+import posix_ipc
+
+from shmconn.layout import SHM_DIR
+from shmconn.words import step
+
+# A wake-up that was lost, or never sent, costs one interval.
+INTERVAL_S = 0.1
+
+
+class Doorbell:
+    """A semaphore, or a plain sleep where there is none."""
+
+    def __init__(self, name: str, *, create: bool = False, mode: int = 0o600) -> None:
+        self.name = name
+        self._semaphore: posix_ipc.Semaphore | None = None
+        self._create = create
+        self._mode = mode
+        self.open()
+
+    def open(self) -> bool:
+        """Opens the semaphore if it is there; only its maker makes it."""
+        if self._semaphore is None:
+            step("doorbell")
+            flags = posix_ipc.O_CREAT if self._create else 0
+            with contextlib.suppress(posix_ipc.ExistentialError, posix_ipc.PermissionsError):
+                self._semaphore = posix_ipc.Semaphore(f"/{self.name}", flags, self._mode, 0)
+                if self._create and self._mode != 0o600:
+                    # The umask took the group's bits.
+                    os.chmod(f"{SHM_DIR}/sem.{self.name}", self._mode)
+        return self._semaphore is not None
+
+    def post(self) -> None:
+        """Wakes one sleeper. Needs no lock, so a finalizer may call it."""
+        step("post")
+        if self._semaphore is not None:
+            # A full semaphore wakes whoever looks anyway.
+            with contextlib.suppress(OSError, posix_ipc.Error):
+                self._semaphore.release()
+
+    def clear(self) -> None:
+        """Takes all tokens; done before looking, so that a later one is not missed."""
+        step("clear")
+        if self._semaphore is not None:
+            with contextlib.suppress(posix_ipc.BusyError, posix_ipc.SignalError):
+                while True:
+                    self._semaphore.acquire(0)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleeps until a token comes, at most ``timeout_s`` and at most one interval."""
+        step("wait")
+        timeout_s = max(0.0, min(timeout_s, INTERVAL_S))
+        if not self.open() or self._semaphore is None:
+            time.sleep(min(timeout_s, INTERVAL_S / 20))
+            return
+        with contextlib.suppress(posix_ipc.BusyError, posix_ipc.SignalError):
+            self._semaphore.acquire(timeout_s)
+
+
+def group_doorbell(name: str, group: int) -> str:
+    """Name of the semaphore of a group."""
+    return f"shmconn.{name}.g{group}"
+
+
+def unlink(name: str) -> None:
+    """Takes the name of a semaphore away, if it is there."""
+    step("unlink")
+    with contextlib.suppress(posix_ipc.ExistentialError):
+        posix_ipc.unlink_semaphore(f"/{name}")

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The registry of a ring name: its groups and their members.
+
+It is shared by all rings of that name: data-parallel ranks, dead generations and the next one. So
+a new generation owes every known group every sample from its first one. Groups and members change
+only under lock R; that somebody is alive is said by a lock of the kernel, never by a word.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import posix_ipc
+
+from shmconn import layout
+from shmconn.doorbell import Doorbell, group_doorbell
+from shmconn.errors import OptionError, RegistryFull, RingMissing, SegmentCorrupt
+from shmconn.segment import RingSegment, ShmFile, registry_file, ring_files
+from shmconn.words import Words, step
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a group is called, and how its samples are asked for."""
+
+    name: str
+    by_handle: bool = False
+
+
+class Registry:
+    """An open registry. Each member and each producer has one of its own."""
+
+    def __init__(self, file: ShmFile) -> None:
+        self.file = file
+        self.name = file.name.removeprefix(layout.PREFIX)
+        self.words = Words(file.map(layout.REGISTRY_SIZE))
+        self.locks = file.locks
+        # Locks of one open file do not exclude its own threads.
+        self._thread = threading.RLock()
+        self._check()
+
+    def _check(self) -> None:
+        if self.words.load(layout.MAGIC) != layout.REGISTRY_MAGIC:
+            raise SegmentCorrupt(self.file.name, "magic", "is not that of a registry")
+        version = self.words.load(layout.VERSION_AT)
+        if version != layout.VERSION:
+            raise SegmentCorrupt(
+                self.file.name, "version", f"is {version}, not {layout.VERSION}: another shmconn"
+            )
+        size = self.file.size
+        if size != layout.REGISTRY_SIZE or self.words.load(layout.SIZE_AT) != size:
+            raise SegmentCorrupt(self.file.name, "size", f"is {size}, not {layout.REGISTRY_SIZE}")
+
+    @property
+    def id(self) -> bytes:
+        """128 random bits: a ring of another registry of this name is refused by them."""
+        return self.words.read(layout.REGISTRY_ID, 16)
+
+    @classmethod
+    def open(
+        cls, name: str, *, create: bool = True, wait_s: float = 5.0, mode: int = 0o600
+    ) -> "Registry":
+        """Opens, or makes, the registry of a name. Returns with lock R held.
+
+        Raises:
+            RingMissing: there is none, and ``create`` is false.
+            Busy: R could not be had within ``wait_s``.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            file = cls._open_file(name, create, mode)
+            try:
+                file.locks.lock(layout.LOCK_R, deadline, partial(_busy_text, name, file))
+                if file.current():
+                    break
+            except BaseException:
+                file.close()
+                raise
+            file.close()
+        try:
+            if file.size < layout.REGISTRY_SIZE or _magic(file) == 0:
+                if not create:
+                    raise RingMissing(f"the registry of ring {name!r} is empty")
+                cls._make(file)
+            registry = cls(file)
+        except BaseException:
+            file.close()
+            raise
+        registry._thread.acquire()
+        registry.words.store(layout.NOTE_R, os.getpid())
+        return registry
+
+    @classmethod
+    def peek(cls, name: str) -> "Registry | None":
+        """Opens a registry to look at it, without any lock; None if it is not there yet."""
+        try:
+            file = cls._open_file(name, False, 0)
+        except RingMissing:
+            return None
+        if file.size < layout.REGISTRY_SIZE or _magic(file) == 0:
+            file.close()
+            return None
+        return cls(file)
+
+    @staticmethod
+    def _open_file(name: str, create: bool, mode: int) -> ShmFile:
+        file_name = registry_file(name)
+        while True:
+            with contextlib.suppress(RingMissing):
+                return ShmFile(file_name)
+            if not create:
+                raise RingMissing(f"there is no ring {name!r}")
+            with contextlib.suppress(FileExistsError):
+                return ShmFile(file_name, posix_ipc.O_CREX, mode)
+
+    @staticmethod
+    def _make(file: ShmFile) -> None:
+        file.reserve(layout.REGISTRY_SIZE, f"the registry {file.name!r}")
+        words = Words(file.map(layout.REGISTRY_SIZE))
+        words.store(layout.VERSION_AT, layout.VERSION)
+        words.store(layout.SIZE_AT, layout.REGISTRY_SIZE)
+        words.write(layout.REGISTRY_ID, secrets.token_bytes(16))
+        words.store(layout.group_row(0) + layout.GROUP_STATE, layout.NAMELESS)
+        words.store(layout.MAGIC, layout.REGISTRY_MAGIC)
+
+    # --- lock R ---------------------------------------------------------------------------------
+
+    def unlock(self) -> None:
+        """Frees lock R."""
+        self.words.store(layout.NOTE_R, 0)
+        self.locks.unlock(layout.LOCK_R)
+        self._thread.release()
+
+    @contextlib.contextmanager
+    def exclusive(self, wait_s: float = 5.0) -> Iterator[None]:
+        """Holds lock R.
+
+        Raises:
+            Busy: it could not be had within ``wait_s``; names the holder.
+        """
+        with self._thread:
+            deadline = time.monotonic() + wait_s
+            self.locks.lock(layout.LOCK_R, deadline, lambda: _busy_text(self.name, self.file))
+            self._thread.acquire()
+            self.words.store(layout.NOTE_R, os.getpid())
+            try:
+                yield
+            finally:
+                self.unlock()
+
+    # --- rows -----------------------------------------------------------------------------------
+
+    def state(self, group: int) -> int:
+        """State of a group row, by one load."""
+        return self.words.load(layout.group_row(group) + layout.GROUP_STATE)
+
+    def set_state(self, group: int, state: int) -> None:
+        """Stores a state. Under R."""
+        self.words.store(layout.group_row(group) + layout.GROUP_STATE, state)
+
+    def group_name(self, group: int) -> str:
+        """Name of an active group; meaningless in other states."""
+        row = layout.group_row(group)
+        length = min(self.words.load(row + layout.GROUP_NAME_LENGTH), 64)
+        return self.words.read(row + layout.GROUP_NAME, length).decode("ascii", "replace")
+
+    def by_handle(self, group: int) -> bool:
+        """Whether the group gets its samples by handle only."""
+        return self.words.load(layout.group_row(group) + layout.GROUP_KIND) == layout.BY_HANDLE
+
+    def durable(self, group: int) -> bool:
+        """Whether the group stays when everybody has left."""
+        return self.words.load(layout.group_row(group) + layout.GROUP_DURABLE) != 0
+
+    def member_word(self, group: int, member: int, field: int) -> int:
+        """One word of a member row."""
+        return self.words.load(layout.member_row(group, member) + field)
+
+    def joined(self, group: int) -> list[int]:
+        """Member rows that have joined and not left cleanly; they may be dead."""
+        return [
+            member
+            for member in range(layout.MEMBERS)
+            if self.member_word(group, member, layout.MEMBER_JOINED)
+        ]
+
+    def host(self, group: int, member: int) -> str:
+        """Host name that a member wrote, for people."""
+        row = layout.member_row(group, member)
+        length = min(self.words.load(row + layout.MEMBER_HOST_LENGTH), layout.HOST_BYTES)
+        return self.words.read(row + layout.MEMBER_HOST, length).decode(errors="replace")
+
+    def alive(self, group: int, member: int) -> bool:
+        """Whether somebody else holds the member's lock."""
+        return self.locks.held(layout.member_lock(group, member))
+
+    def any_alive(self, group: int) -> bool:
+        """Whether any member of the group, other than ourselves, is alive."""
+        return self.locks.held(layout.member_lock(group, 0), layout.MEMBERS)
+
+    def find(self, name: str) -> int | None:
+        """Row of the active group of that name. Under R."""
+        for group in range(layout.GROUPS):
+            if self.state(group) == layout.ACTIVE and self.group_name(group) == name:
+                return group
+        return None
+
+    # --- groups; all under R --------------------------------------------------------------------
+
+    def register(self, wish: Group, mode: int = 0o600) -> tuple[int, bool]:
+        """Row of a group, and whether it was made just now. Under R.
+
+        A new group takes over what nobody has subscribed to yet, if there is such; else it starts
+        with the next sample of each ring.
+
+        Raises:
+            OptionError: the group is there with the other kind.
+            RegistryFull: all rows are taken.
+        """
+        for group in range(layout.GROUPS):
+            if self.state(group) == layout.REGISTERING:
+                # We hold R, so whoever was registering is dead.
+                self.set_state(group, layout.FREE)
+        group_at = self.find(wish.name)
+        if group_at is not None:
+            if self.by_handle(group_at) != wish.by_handle:
+                there, asked = ("by handle", "of every sample")[:: 1 if not wish.by_handle else -1]
+                raise OptionError(
+                    f"group {wish.name!r} of ring {self.name!r} is {there}, you ask for one "
+                    f"{asked}: take another group name, or `shmconn groups rm {self.name} "
+                    f"{wish.name}` first"
+                )
+            return group_at, False
+        states = [self.state(group) for group in range(layout.GROUPS)]
+        if layout.NAMELESS in states:
+            group = states.index(layout.NAMELESS)
+            self._describe(group, wish, mode)
+        elif layout.FREE in states:
+            group = states.index(layout.FREE)
+            self._describe(group, wish, mode)
+            self.set_state(group, layout.REGISTERING)
+            # A fence between the state and the loads of `published`: what is published after
+            # them is published with this row in sight.
+            self.locks.held(layout.LOCK_R)
+            self.start_after_published(group)
+        else:
+            raise RegistryFull(_full_text(self))
+        self.set_state(group, layout.ACTIVE)
+        return group, True
+
+    def _describe(self, group: int, wish: Group, mode: int) -> None:
+        row = layout.group_row(group)
+        name = wish.name.encode("ascii")
+        kind = layout.BY_HANDLE if wish.by_handle else layout.EVERY_SAMPLE
+        self.words.store(row + layout.GROUP_KIND, kind)
+        self.words.store(row + layout.GROUP_DURABLE, 0)
+        self.words.store(row + layout.GROUP_NAME_LENGTH, len(name))
+        self.words.write(row + layout.GROUP_NAME, name)
+        Doorbell(group_doorbell(self.name, group), create=True, mode=mode)
+
+    def start_after_published(self, group: int) -> None:
+        """Makes a group need only what will be published from now on. Under R."""
+        for file_name in ring_files(self.name):
+            ring = RingSegment.attach(file_name, whole=False)
+            if ring is not None and ring.registry_id == self.id:
+                published = ring.words.load(layout.PUBLISHED)
+                ring.words.store(layout.START + 8 * group, published + 1)
+
+    def dissolve(self, group: int) -> None:
+        """Removes a group without members; its unread samples are given up. Under R."""
+        others = (self.state(other) for other in range(layout.GROUPS) if other != group)
+        if any(state != layout.FREE for state in others):
+            self.set_state(group, layout.FREE)
+        else:
+            # The backlog needs a row at any time; it begins after what was given up.
+            self.start_after_published(group)
+            self.set_state(group, layout.NAMELESS)
+
+    # --- members; all under R -------------------------------------------------------------------
+
+    def join(self, group: int, *, durable: bool, background: bool) -> int:
+        """Takes a member row of a group, a dead member's first. Under R.
+
+        Raises:
+            RegistryFull: 64 members are alive.
+        """
+        joined = self.joined(group)
+        rows = joined + [m for m in range(layout.MEMBERS) if m not in joined]
+        for member in rows:
+            lock = layout.member_lock(group, member)
+            # A lock of ours would look free: one registry object joins once.
+            if not self.locks.held(lock) and self.locks.try_lock(lock):
+                break
+        else:
+            raise RegistryFull(
+                f"group {self.group_name(group)!r} of ring {self.name!r} has "
+                f"{layout.MEMBERS} live members, no more fit: use a second group"
+            )
+        row = layout.member_row(group, member)
+        host = socket.gethostname().encode()[: layout.HOST_BYTES]
+        self.words.store(row + layout.MEMBER_PID, os.getpid())
+        self.words.store(row + layout.MEMBER_STARTED, time.time_ns())
+        self.words.store(row + layout.MEMBER_BACKGROUND, int(background))
+        for counter in (layout.MEMBER_CLAIMED, layout.MEMBER_RELEASED, layout.MEMBER_BYTES):
+            self.words.store(row + counter, 0)
+        self.words.store(row + layout.MEMBER_HOST_LENGTH, len(host))
+        self.words.write(row + layout.MEMBER_HOST, host)
+        self.words.store(row + layout.MEMBER_JOINED, 1)
+        if durable:
+            self.words.store(layout.group_row(group) + layout.GROUP_DURABLE, 1)
+        return member
+
+    def leave(self, group: int, member: int) -> bool:
+        """Ends a membership cleanly; returns whether the group went with it. Under R."""
+        self.words.store(layout.member_row(group, member) + layout.MEMBER_JOINED, 0)
+        last = not self.joined(group) and not self.durable(group)
+        if last:
+            self.dissolve(group)
+        return last
+
+    # --- a group's claims -----------------------------------------------------------------------
+
+    def lock_claims(self, group: int, deadline: float) -> None:
+        """Takes lock L of a group."""
+        self.locks.lock(layout.LOCK_L + group, deadline, lambda: self._claims_text(group))
+        self.words.store(layout.NOTE_L + 8 * group, os.getpid())
+
+    def try_lock_claims(self, group: int) -> bool:
+        """Takes lock L of a group by one try."""
+        if not self.locks.try_lock(layout.LOCK_L + group):
+            return False
+        self.words.store(layout.NOTE_L + 8 * group, os.getpid())
+        return True
+
+    def unlock_claims(self, group: int) -> None:
+        """Frees lock L of a group."""
+        self.words.store(layout.NOTE_L + 8 * group, 0)
+        self.locks.unlock(layout.LOCK_L + group)
+
+    def _claims_text(self, group: int) -> str:
+        holder = self.words.load(layout.NOTE_L + 8 * group)
+        return (
+            f"the claims of group {self.group_name(group)!r} of ring {self.name!r} are locked"
+            f"{f' by pid {holder}' if holder else ''}: is that process stopped?"
+        )
+
+    def close(self) -> None:
+        """Drops all locks and descriptors."""
+        self.file.close()
+
+
+def _magic(file: ShmFile) -> int:
+    step("magic")
+    return Words(file.map(layout.SEQ)).load(layout.MAGIC)
+
+
+def _busy_text(name: str, file: ShmFile) -> str:
+    holder = 0
+    if file.size >= layout.REGISTRY_SIZE:
+        holder = Words(file.map(layout.REGISTRY_SIZE)).load(layout.NOTE_R)
+    return (
+        f"the registry of ring {name!r} is locked"
+        f"{f' by pid {holder}' if holder else ''}: another process is joining, leaving or starting "
+        "there, or was stopped (SIGSTOP, a debugger) while it did; continue or end it"
+    )
+
+
+def _full_text(registry: Registry) -> str:
+    groups = []
+    for group in range(layout.GROUPS):
+        dead = "" if registry.any_alive(group) else " (no live member)"
+        groups.append(f"{registry.group_name(group)}{dead}")
+    return (
+        f"ring {registry.name!r} has {layout.GROUPS} groups, no more fit: {', '.join(groups)}. "
+        f"Remove one with `shmconn groups rm {registry.name} GROUP`"
+    )

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of /dev/shm: create, reserve, map, check, list, unlink.
+
+Everything found in a segment is untrusted until it is checked against the size that the kernel
+tells. A name of a ring carries its generation and is never used twice; the name of a registry
+lives on, so it is compared by (device, inode).
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+import re
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+import posix_ipc
+
+from shmconn import layout
+from shmconn.errors import (
+    AccessDenied,
+    LayoutMismatch,
+    NoSpace,
+    OptionError,
+    RingMissing,
+    SegmentCorrupt,
+)
+from shmconn.handle import format_size
+from shmconn.layout import RingShape
+from shmconn.liveness import LockFile
+from shmconn.words import Words, step
+
+_RING = re.compile(r"shmconn\.([A-Za-z0-9_-]{1,64})\.([0-9a-f]{32})")
+_REGISTRY = re.compile(r"shmconn\.([A-Za-z0-9_-]{1,64})")
+# posix_fallocate of tmpfs cannot be interrupted: 1 GiB is a fifth of a second.
+_RESERVE_CHUNK = 1 << 30
+
+
+class ShmFile:
+    """An open segment: a descriptor to reserve and map by, and a lock file beside it."""
+
+    def __init__(self, name: str, flags: int = 0, mode: int = 0o600) -> None:
+        """Opens ``/dev/shm/NAME``, or makes it empty if ``flags`` say so.
+
+        Raises:
+            RingMissing: it is not there.
+            FileExistsError: it is there, and ``flags`` ask for a new one.
+            AccessDenied: it is another user's.
+        """
+        self.name = name
+        step("open")
+        try:
+            memory = posix_ipc.SharedMemory(f"/{name}", flags=flags, mode=mode)
+        except posix_ipc.ExistentialError as error:
+            if flags & posix_ipc.O_CREX == posix_ipc.O_CREX:
+                raise FileExistsError(errno.EEXIST, "segment exists", name) from error
+            raise RingMissing(f"there is no segment {name!r} in {layout.SHM_DIR}") from error
+        except (posix_ipc.PermissionsError, PermissionError) as error:
+            raise AccessDenied(_access_text(name)) from error
+        self._fd: int = memory.fd
+        try:
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise SegmentCorrupt(name, "type", "is not a regular file")
+            if flags:
+                os.fchmod(self._fd, mode)
+            self.locks = LockFile(self._fd)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    @property
+    def size(self) -> int:
+        """Bytes, as the kernel has it."""
+        return os.fstat(self._fd).st_size
+
+    def current(self) -> bool:
+        """Whether the name still leads to this very file."""
+        step("stat")
+        mine = os.fstat(self._fd)
+        try:
+            named = os.stat(path_of(self.name), follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return mine.st_nlink > 0 and (mine.st_dev, mine.st_ino) == (named.st_dev, named.st_ino)
+
+    def reserve(self, size: int, what: str) -> None:
+        """Empties the file, then takes ``size`` bytes of real memory for it.
+
+        ``ftruncate`` would succeed on a full tmpfs, and the first touch would be SIGBUS.
+
+        Raises:
+            NoSpace: /dev/shm, or the memory limit of the control group, is too small.
+        """
+        step("reserve")
+        os.ftruncate(self._fd, 0)
+        free, limit = headroom()
+        if size > free:
+            raise NoSpace(_space_text(what, size, free, limit))
+        done = 0
+        try:
+            while done < size:
+                chunk = min(_RESERVE_CHUNK, size - done)
+                os.posix_fallocate(self._fd, done, chunk)
+                done += chunk
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            raise NoSpace(_space_text(what, size, headroom()[0] + done, limit)) from error
+
+    def map(self, length: int) -> mmap.mmap:
+        """The first ``length`` bytes; page tables are filled at once."""
+        step("map")
+        return mmap.mmap(self._fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+    def close_descriptor(self) -> None:
+        """Closes the descriptor to map by; the locks stay."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def close(self) -> None:
+        """Closes both descriptors, which drops the locks."""
+        self.close_descriptor()
+        self.locks.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            self.close_descriptor()
+
+
+class RingSegment:
+    """A ring that was mapped and checked. All its offsets come from ``shape``."""
+
+    def __init__(self, file: ShmFile, *, whole: bool) -> None:
+        """Checks and maps an open ring: its control area, or the ``whole`` of it.
+
+        Raises:
+            SegmentCorrupt: a field is out of its bounds, or the file is truncated.
+            LayoutMismatch: another version of shmconn made it.
+        """
+        self.file = file
+        self.name, self.generation = split_ring_name(file.name)
+        size = file.size
+        if size < layout.SEQ:
+            raise SegmentCorrupt(file.name, "size", f"is {size} bytes: the file is truncated")
+        head = Words(file.map(layout.SEQ))
+        self.shape = self._check(head, size)
+        self.dtype = layout.DTYPE_NAMES[head.load(layout.DTYPE)]
+        self.hidden_size = head.load(layout.HIDDEN_SIZE)
+        count = head.load(layout.LAYERS)
+        self.layer_ids = tuple(head.load(layout.LAYER_IDS + 8 * i) for i in range(count))
+        self.registry_id = head.read(layout.RING_REGISTRY_ID, 16)
+        self.map = file.map(self.shape.size if whole else self.shape.data)
+        self.words = Words(self.map)
+        file.close_descriptor()
+
+    def _check(self, head: Words, size: int) -> RingShape:
+        def bounded(field: str, at: int, low: int, high: int) -> int:
+            value = head.load(at)
+            if not low <= value <= high:
+                detail = f"is {value}, allowed are {low} to {high}"
+                raise SegmentCorrupt(self.file.name, field, detail)
+            return value
+
+        bounded("magic", layout.MAGIC, layout.RING_MAGIC, layout.RING_MAGIC)
+        version = head.load(layout.VERSION_AT)
+        if version != layout.VERSION:
+            raise LayoutMismatch(
+                f"ring {self.name!r} has layout version {version}, this shmconn reads "
+                f"{layout.VERSION}: use the same shmconn in vLLM and in the reader"
+            )
+        page_size = bounded("page size", layout.PAGE_SIZE, layout.MIN_PAGE, 1 << 40)
+        if page_size & (page_size - 1):
+            raise SegmentCorrupt(self.file.name, "page size", f"is {page_size}, no power of two")
+        shape = RingShape(
+            page_size,
+            bounded("pages", layout.PAGES, 1, 1 << 40),
+            bounded("slots", layout.SLOTS, 1, layout.MAX_SLOTS),
+        )
+        bounded("size", layout.SIZE_AT, shape.size, shape.size)
+        if size != shape.size:
+            raise SegmentCorrupt(
+                self.file.name, "size", f"is {size} bytes, its header says {shape.size}"
+            )
+        bounded("data offset", layout.DATA, shape.data, shape.data)
+        bounded("largest sample", layout.MAX_SAMPLE, shape.max_sample, shape.max_sample)
+        bounded("dtype", layout.DTYPE, 1, max(layout.DTYPE_NAMES))
+        bounded("hidden size", layout.HIDDEN_SIZE, 1, 1 << 24)
+        layers = bounded("layers", layout.LAYERS, 1, layout.MAX_LAYERS)
+        for index in range(layers):
+            bounded("layer id", layout.LAYER_IDS + 8 * index, 0, 1 << 20)
+        bounded("engine id length", layout.ENGINE_ID_LENGTH, 0, layout.ENGINE_ID_BYTES)
+        bounded("host length", layout.HOST_LENGTH, 0, layout.HOST_BYTES)
+        if head.read(layout.GENERATION, 16).hex() != self.generation:
+            raise SegmentCorrupt(self.file.name, "generation", "is not that of its name")
+        return shape
+
+    @classmethod
+    def attach(cls, file_name: str, *, whole: bool) -> "RingSegment | None":
+        """Opens a ring by the name of its file; None while it is being made or is gone.
+
+        Raises:
+            SegmentCorrupt, LayoutMismatch, AccessDenied: see the classes.
+        """
+        try:
+            file = ShmFile(file_name)
+        except RingMissing:
+            return None
+        try:
+            if file.size >= layout.SEQ:
+                made = Words(file.map(layout.SEQ)).load(layout.MAGIC) != 0
+            else:
+                # A ring without its bytes is being made while its producer lives, or was left
+                # half made; a truncated one is told apart by nobody holding P.
+                made = file.size > 0 and not file.locks.held(layout.LOCK_P)
+            if not made:
+                file.close()
+                return None
+            return cls(file, whole=whole)
+        except BaseException:
+            file.close()
+            raise
+
+    def text(self, at: int, length_at: int, limit: int) -> str:
+        """A text of the header, for people."""
+        return self.words.read(at, min(self.words.load(length_at), limit)).decode(errors="replace")
+
+    def producer_alive(self) -> bool:
+        """Whether somebody else holds the producer's lock."""
+        return self.file.locks.held(layout.LOCK_P)
+
+
+class RingName(NamedTuple):
+    """The two parts of the file name of a ring."""
+
+    name: str
+    generation: str
+
+
+def path_of(file_name: str) -> str:
+    """Where the kernel shows a segment."""
+    return f"{layout.SHM_DIR}/{file_name}"
+
+
+def registry_file(name: str) -> str:
+    """File name of a registry."""
+    return f"{layout.PREFIX}{name}"
+
+
+def ring_file(name: str, generation: str) -> str:
+    """File name of a ring."""
+    return f"{layout.PREFIX}{name}.{generation}"
+
+
+def split_ring_name(file_name: str) -> RingName:
+    """Name and generation out of a ring's file name."""
+    match = _RING.fullmatch(file_name)
+    if match is None:
+        raise OptionError(f"{file_name!r} is not the file name of a ring")
+    return RingName(match[1], match[2])
+
+
+def ring_files(name: str | None = None) -> list[str]:
+    """File names of the rings of one name, or of all."""
+    step("list")
+    found = (file for file in os.listdir(layout.SHM_DIR) if _RING.fullmatch(file))
+    return sorted(file for file in found if name is None or split_ring_name(file).name == name)
+
+
+def registry_names() -> list[str]:
+    """Names of all registries on this host."""
+    matches = (_REGISTRY.fullmatch(file) for file in os.listdir(layout.SHM_DIR))
+    return sorted(match[1] for match in matches if match)
+
+
+def unlink(file_name: str) -> None:
+    """Takes the name away; whoever has the segment mapped keeps it."""
+    step("unlink")
+    with contextlib.suppress(posix_ipc.ExistentialError):
+        posix_ipc.unlink_shared_memory(f"/{file_name}")
+
+
+def headroom() -> tuple[int, int | None]:
+    """Bytes that can be reserved in /dev/shm now, and the control group's memory limit.
+
+    tmpfs counts against the control group, which answers by killing, not by ENOSPC.
+    """
+    status = os.statvfs(layout.SHM_DIR)
+    free = status.f_bavail * status.f_frsize
+    limit = _number("/sys/fs/cgroup/memory.max")
+    used = _number("/sys/fs/cgroup/memory.current")
+    if limit is None or used is None:
+        return free, None
+    cache = 0
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key in ("active_file", "inactive_file"):
+                cache += int(value)
+    return min(free, max(0, limit - used + cache)), limit
+
+
+def _number(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _space_text(what: str, size: int, free: int, limit: int | None) -> str:
+    group = f" (memory limit of this control group: {format_size(limit)})" if limit else ""
+    return (
+        f"{what} needs {format_size(size)} in {layout.SHM_DIR}, {format_size(free)} are free"
+        f"{group}. Make the ring smaller, give the container more (docker run --shm-size=..., or "
+        "--ipc=host), or free what `shmconn ls` shows as dead with `shmconn rm`"
+    )
+
+
+def _access_text(name: str) -> str:
+    try:
+        status = os.stat(path_of(name))
+        owner = f"it belongs to uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}"
+    except OSError:
+        owner = f"{layout.SHM_DIR} does not let this user make it"
+    return (
+        f"segment {name!r} may not be opened by uid {os.getuid()}: {owner}. Run the reader as the "
+        "user of vLLM, or start vLLM with the connector option mode=0660 and a common group"
+    )

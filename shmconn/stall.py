@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is in the way of a full ring: for the decision to hold, and for people."""
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shmconn import layout
+from shmconn.fill import Stored
+from shmconn.handle import format_size
+from shmconn.need import needs
+from shmconn.registry import Registry
+from shmconn.segment import RingSegment
+
+
+@dataclass(frozen=True)
+class Blocker:
+    """A group that needs the oldest sample of the ring.
+
+    Attributes:
+        group: its name, or "" for samples that nobody has subscribed to yet.
+        row: its row in the registry.
+        by_handle: whether it gets its samples by handle only.
+        pid, host: of the member that holds the oldest sample, 0 and "" if nobody claimed it.
+        alive: whether that member, or else any member of the group, is alive.
+        samples: published samples that the group still needs.
+    """
+
+    group: str
+    row: int
+    by_handle: bool
+    pid: int
+    host: str
+    alive: bool
+    samples: int
+
+    def text(self, ring: str) -> str:
+        """What it is and what helps, for people."""
+        if not self.group:
+            return f"nobody has subscribed yet: start a reader, as `shmconn drain {ring} --to DIR`"
+        who = f"group {self.group!r} needs {self.samples} samples"
+        if self.pid:
+            state = "alive" if self.alive else "dead"
+            return f"{who}, the oldest is held by pid {self.pid} on {self.host} ({state})"
+        if self.alive:
+            return f"{who}, the oldest is unclaimed, its members are alive"
+        return (
+            f"{who} and has no live member: start it again, or give its samples up with "
+            f"`shmconn groups rm {ring} {self.group}`"
+        )
+
+
+class Stall:
+    """Looks at a ring through the eyes of its producer."""
+
+    def __init__(self, registry: Registry, ring: RingSegment) -> None:
+        self._registry = registry
+        self._ring = ring
+        self._own = {os.getpid(), os.getppid()}
+        self._host = socket.gethostname()
+
+    def counts_as_live(self, group: int) -> bool:
+        """Whether a live member of the group can release samples while the producer holds.
+
+        A subscription in the engine's own process or its parent cannot, unless it drains in a
+        thread of its own: ``LLM.generate(...)`` and only then reading would wait for itself.
+        """
+        registry = self._registry
+        if not registry.any_alive(group):
+            return False
+        for member in registry.joined(group):
+            own = (
+                registry.member_word(group, member, layout.MEMBER_PID) in self._own
+                and not registry.member_word(group, member, layout.MEMBER_BACKGROUND)
+                and registry.host(group, member) == self._host
+            )
+            if not own and registry.alive(group, member):
+                return True
+        return False
+
+    def can_progress(self, stored: Mapping[int, Stored]) -> bool:
+        """Whether some published slot is needed only by groups with a live member."""
+        stuck = [
+            group
+            for group in range(layout.GROUPS)
+            if self._registry.state(group) != layout.FREE and not self.counts_as_live(group)
+        ]
+        return any(
+            not any(needs(self._registry, self._ring, group, slot, kept.seq) for group in stuck)
+            for slot, kept in stored.items()
+        )
+
+    def blockers(self, stored: Mapping[int, Stored]) -> list[Blocker]:
+        """The groups that need the oldest sample."""
+        if not stored:
+            return []
+        slot = min(stored, key=lambda slot: stored[slot].seq)
+        return [
+            self._blocker(group, slot, stored)
+            for group in range(layout.GROUPS)
+            if needs(self._registry, self._ring, group, slot, stored[slot].seq)
+        ]
+
+    def _blocker(self, group: int, slot: int, stored: Mapping[int, Stored]) -> Blocker:
+        registry, ring = self._registry, self._ring
+        word = ring.words.load(ring.shape.hold_at(group, slot))
+        code = word & 0xFFFF
+        claimed = word >> 16 == stored[slot].seq and 1 <= code <= layout.MEMBERS
+        return Blocker(
+            group=registry.group_name(group) if registry.state(group) == layout.ACTIVE else "",
+            row=group,
+            by_handle=registry.by_handle(group),
+            pid=registry.member_word(group, code - 1, layout.MEMBER_PID) if claimed else 0,
+            host=registry.host(group, code - 1) if claimed else "",
+            alive=registry.alive(group, code - 1) if claimed else registry.any_alive(group),
+            samples=sum(needs(registry, ring, group, s, kept.seq) for s, kept in stored.items()),
+        )
+
+    def text(self, stored: Mapping[int, Stored], free_pages: int, free_slots: int) -> str:
+        """One line: how full the ring is, which sample is oldest, who holds it, what helps."""
+        shape = self._ring.shape
+        name = self._ring.name
+        used = format_size((shape.pages - free_pages) * shape.page_size)
+        line = (
+            f"ring {name!r} holds {len(stored)} samples, {used} of "
+            f"{format_size(shape.pages * shape.page_size)}, {free_slots} of {shape.slots} slots "
+            "are free"
+        )
+        if stored:
+            oldest = min(stored.values(), key=lambda kept: kept.seq)
+            age = time.monotonic() - oldest.since
+            line += f"; oldest sample {oldest.request_id[:80]!r} is {age:.0f} s old"
+        blockers = "; ".join(blocker.text(name) for blocker in self.blockers(stored))
+        return f"{line}; {blockers or 'nobody needs it any more'}"
