@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest of an output folder: one JSON line for each sample that is whole on the disk.
+
+Lines are only ever appended, each after its sample's bytes are in place, and before the sample is
+released in the ring. So a drain that was killed finds what it had written, and a sample that comes
+a second time is not written again. A last line that was torn by a kill or a full disk is cut off.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import threading
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from reader.folder import Folder
+
+FILE_NAME = "manifest.jsonl"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A sample on the disk.
+
+    Attributes:
+        handle: names the sample for ever.
+        request_id: of the request that yielded it.
+        tag: the name that the sender gave it, or None.
+        tokens: its number of tokens.
+        file: name of the file in the folder.
+        bytes: of the file, or of the sample's part of it.
+        offset: of that part, 0 for a file of its own.
+        token_ids_sha256: first 16 hex digits for its token ids.
+        sha256: of the bytes, if checksums were asked for.
+        header: what a format needs to describe the sample inside a larger file.
+    """
+
+    handle: str
+    request_id: str
+    tag: str | None
+    tokens: int
+    file: str
+    bytes: int
+    offset: int
+    token_ids_sha256: str
+    sha256: str | None = None
+    header: dict[str, Any] = field(default_factory=dict)
+
+
+_FIELDS = {item.name for item in fields(Entry)}
+
+
+class Manifest:
+    """Reads the manifest of a folder at the start, and appends to it.
+
+    Attributes:
+        entries: by handle; the last line of a handle counts.
+        damaged: lines that could not be read.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self.entries: dict[str, Entry] = {}
+        self.by_tag: dict[tuple[str, str], str] = {}
+        self.damaged = 0
+        with self._opened() as fd:
+            self._repair(fd)
+            with os.fdopen(os.dup(fd), "rb") as lines:
+                lines.seek(0)
+                for line in lines:
+                    entry = _parse(line)
+                    if entry is None:
+                        self.damaged += 1
+                    else:
+                        self._remember(entry)
+
+    def find(self, handle: str) -> Entry | None:
+        """The entry of a sample."""
+        with self._lock:
+            return self.entries.get(handle)
+
+    def find_tag(self, tag: str, token_ids_sha256: str) -> Entry | None:
+        """The entry of an earlier sample with the same tag and the same token ids."""
+        with self._lock:
+            handle = self.by_tag.get((tag, token_ids_sha256))
+            return self.entries.get(handle) if handle is not None else None
+
+    def append(self, entry: Entry) -> None:
+        """Add a line, whole or not at all.
+
+        Raises:
+            OSError: the disk refused; nothing was added.
+        """
+        values = asdict(entry)
+        if entry.sha256 is None:
+            del values["sha256"]
+        if not entry.header:
+            del values["header"]
+        line = json.dumps(values, separators=(",", ":")).encode() + b"\n"
+        with self._lock, self._opened() as fd:
+            self._repair(fd)
+            end = os.lseek(fd, 0, os.SEEK_END)
+            try:
+                written = os.write(fd, line)
+                if written != len(line):
+                    # A short write is how a full disk shows first; the second try names the error.
+                    os.write(fd, line[written:])
+                    raise OSError(f"{FILE_NAME}: a line of {len(line)} bytes was cut")
+                if self._folder.fsync:
+                    os.fsync(fd)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(fd, end)
+                raise
+            self._remember(entry)
+
+    def _remember(self, entry: Entry) -> None:
+        self.entries[entry.handle] = entry
+        if entry.tag is not None:
+            self.by_tag[entry.tag, entry.token_ids_sha256] = entry.handle
+
+    @contextlib.contextmanager
+    def _opened(self) -> Any:
+        """The manifest, locked where the file system has locks, opened anew for each use.
+
+        So it follows a folder that vanished and came back.
+        """
+        fd = self._folder.open(FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            yield fd
+        finally:
+            os.close(fd)
+
+    @staticmethod
+    def _repair(fd: int) -> None:
+        """Cut off a last line without its end; under the lock, its writer is dead."""
+        end = os.lseek(fd, 0, os.SEEK_END)
+        position = end
+        while position > 0:
+            start = max(0, position - 4096)
+            block = os.pread(fd, position - start, start)
+            found = block.rfind(b"\n")
+            if found >= 0:
+                position = start + found + 1
+                break
+            position = start
+        if position != end:
+            os.ftruncate(fd, position)
+
+
+def _parse(line: bytes) -> Entry | None:
+    """An entry from its line; None if no drain wrote it."""
+    try:
+        values = json.loads(line)
+        entry = Entry(**{key: value for key, value in values.items() if key in _FIELDS})
+    except (ValueError, TypeError, AttributeError):
+        return None
+    texts = (entry.handle, entry.request_id, entry.file, entry.token_ids_sha256)
+    numbers = (entry.tokens, entry.bytes, entry.offset)
+    whole = (
+        all(isinstance(text, str) for text in texts)
+        and all(isinstance(number, int) and number >= 0 for number in numbers)
+        and isinstance(entry.tag, str | None)
+        and isinstance(entry.header, dict)
+        and "/" not in entry.file
+    )
+    return entry if whole else None

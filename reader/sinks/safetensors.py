@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One safetensors file per sample.
+
+Tensors ``token_ids`` [tokens] and ``hidden_states`` [tokens, layers, hidden]; all else is text in
+the header's ``__metadata__``. The bytes go from the ring's memory to the file in one copy, which
+the kernel makes. The token ids come first: they need an alignment of 8 bytes, and a header of a
+multiple of 8 bytes then aligns both.
+"""
+
+import json
+import os
+import struct
+from typing import TYPE_CHECKING
+
+from reader.folder import Output
+from reader.sinks import SinkOptions
+from reader.sinks.files import FileSink
+from shmconn.handle import Handle
+
+if TYPE_CHECKING:
+    from shmconn.sample import Sample
+
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
+
+
+def metadata_of(sample: "Sample") -> dict[str, str]:
+    """Who and what a sample is, as the text values that a safetensors header may hold."""
+    handle = Handle.parse(sample.handle)
+    values = {
+        "request_id": sample.request_id,
+        "tag": sample.tag or "",
+        "handle": str(handle),
+        "layer_ids": json.dumps(list(sample.layer_ids)),
+        "dtype": sample.dtype,
+        "shape": json.dumps(list(sample.shape)),
+        "ring": handle.ring,
+        "generation": handle.generation,
+        "metadata": json.dumps(dict(sample.metadata)),
+    }
+    # A lone surrogate is no Unicode text, and the library refuses a header that has one.
+    return {key: value.encode("utf-8", "replace").decode() for key, value in values.items()}
+
+
+def encode_header(header: dict[str, object]) -> bytes:
+    """Length and JSON of a safetensors header, padded so that the data is aligned."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return _LENGTH.pack(len(text)) + text
+
+
+def read_header(fd: int) -> dict[str, object] | None:
+    """The header of a safetensors file; None if it is not one."""
+    start = os.pread(fd, _LENGTH.size, 0)
+    if len(start) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(start)
+    if length > min(_MAX_HEADER, os.fstat(fd).st_size):
+        return None
+    try:
+        header = json.loads(os.pread(fd, length, _LENGTH.size))
+    except ValueError:
+        return None
+    return header if isinstance(header, dict) else None
+
+
+class SafetensorsSink(FileSink):
+    """Writes ``{tag or request id}.safetensors``."""
+
+    suffix = ".safetensors"
+
+    def encode(self, sample: "Sample", output: Output) -> None:
+        """Write header, token ids and states."""
+        ids, states = sample.token_ids_bytes, sample.states_bytes
+        middle = ids.nbytes
+        end = middle + states.nbytes
+        header = {
+            "__metadata__": metadata_of(sample),
+            "token_ids": {"dtype": "I64", "shape": [sample.tokens], "data_offsets": [0, middle]},
+            "hidden_states": {
+                "dtype": DTYPES[sample.dtype],
+                "shape": list(sample.shape),
+                "data_offsets": [middle, end],
+            },
+        }
+        output.write(encode_header(header))
+        output.write(ids)
+        output.write(states)
+
+    def owner(self, name: str) -> str | None:
+        """The handle in a file's header."""
+        if self.folder.size(name) < 0:
+            return None  # a link, a folder, a pipe
+        try:
+            fd = self.folder.open(name)
+        except (FileNotFoundError, PermissionError):
+            return None
+        try:
+            header = read_header(fd) or {}
+        finally:
+            os.close(fd)
+        metadata = header.get("__metadata__")
+        handle = metadata.get("handle") if isinstance(metadata, dict) else None
+        return handle if isinstance(handle, str) else None
+
+
+def open_sink(options: SinkOptions) -> SafetensorsSink:
+    """An output of this format."""
+    return SafetensorsSink(options)

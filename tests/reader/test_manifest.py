@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest: only whole lines, each of a sample that is on the disk."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from reader.folder import Folder
+from reader.manifest import Entry, Manifest
+from reader.sinks import SinkOptions, open_sink
+
+
+def entry(handle: str, **values: object) -> Entry:
+    fields = {
+        "request_id": "r",
+        "tag": None,
+        "tokens": 3,
+        "file": "f",
+        "bytes": 10,
+        "offset": 0,
+        "token_ids_sha256": "0" * 16,
+    }
+    return Entry(handle=handle, **(fields | values))
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    folder = Folder(str(tmp_path))
+    yield folder
+    folder.close()
+
+
+def lines(tmp_path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (tmp_path / "manifest.jsonl").read_text().splitlines()]
+
+
+def test_what_was_appended_is_found_by_the_next_reader(folder) -> None:
+    Manifest(folder).append(entry("h1", tag="t", header={"shape": [1, 2]}))
+    again = Manifest(folder)
+    assert again.find("h1") == entry("h1", tag="t", header={"shape": [1, 2]})
+    assert again.find_tag("t", "0" * 16) == again.find("h1")
+    assert again.find("h2") is None
+    assert again.damaged == 0
+
+
+@pytest.mark.parametrize("cut", range(1, 40, 3))
+def test_a_torn_last_line_is_cut_off_and_the_others_stay(tmp_path, folder, cut) -> None:
+    manifest = Manifest(folder)
+    manifest.append(entry("h1"))
+    manifest.append(entry("h2"))
+    path = tmp_path / "manifest.jsonl"
+    os.truncate(path, path.stat().st_size - cut)
+    again = Manifest(folder)
+    assert list(again.entries) == ["h1"]
+    again.append(entry("h3"))
+    assert [line["handle"] for line in lines(tmp_path)] == ["h1", "h3"]
+
+
+def test_a_line_of_another_program_is_counted_and_skipped(tmp_path, folder) -> None:
+    Manifest(folder).append(entry("h1"))
+    with open(tmp_path / "manifest.jsonl", "a") as file:
+        file.write('[]\n{"handle": 1}\nnot json\n')
+    again = Manifest(folder)
+    assert (list(again.entries), again.damaged) == (["h1"], 3)
+
+
+def test_a_disk_that_fills_within_a_line_leaves_whole_lines_only(
+    tmp_path, folder, monkeypatch
+) -> None:
+    manifest = Manifest(folder)
+    manifest.append(entry("h1"))
+    real = os.write
+
+    def short(fd: int, data: bytes) -> int:
+        if len(data) < 40:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data[:-20])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", short)
+        with pytest.raises(OSError, match="No space"):
+            manifest.append(entry("h2"))
+    assert [line["handle"] for line in lines(tmp_path)] == ["h1"]
+    assert manifest.find("h2") is None
+
+
+def test_a_file_system_that_refuses_locks_is_written_all_the_same(
+    tmp_path, make_sample, monkeypatch
+) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    sink = open_sink("safetensors", SinkOptions(path=str(tmp_path)))
+    sink.write(make_sample("x"))
+    assert [line["file"] for line in lines(tmp_path)] == ["x.safetensors"]
+
+
+def test_a_checksum_is_that_of_the_files_bytes(tmp_path, make_sample) -> None:
+    sink = open_sink("safetensors", SinkOptions(path=str(tmp_path), checksum=True))
+    sink.write(make_sample("x", tokens=1000))
+    (line,) = lines(tmp_path)
+    data = (tmp_path / "x.safetensors").read_bytes()
+    assert line["sha256"] == hashlib.sha256(data).hexdigest()
+    assert line["bytes"] == len(data)
+    assert line["tokens"] == 1000
+
+
+def test_a_rerun_may_skip_what_it_has_by_tag_and_tokens(tmp_path, make_sample) -> None:
+    options = SinkOptions(path=str(tmp_path), skip_tags=True)
+    open_sink("safetensors", options).write(make_sample("x", number=1, request_id="first"))
+    sink = open_sink("safetensors", options)
+    again = make_sample("x", number=1, request_id="second")
+    other = make_sample("x", number=2)
+    assert not sink.write(again).fresh
+    assert sink.write(other).fresh
