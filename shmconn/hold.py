@@ -20,10 +20,10 @@ LONGEST_GAP_S = 300.0
 class Ring(Protocol):
     """What is read of the producer."""
 
-    published: int
-    slots: int
-    free_slots: int
-
+    @property
+    def published(self) -> int: ...
+    @property
+    def free_slots(self) -> int: ...
     def can_progress(self) -> bool: ...
     def stall_text(self) -> str: ...
 
@@ -50,15 +50,15 @@ class Hold:
         self._timeout = no_reader_timeout_s
         self._clock = clock
         self._since: float | None = None
+        self._full_since: float | None = None
         self._stuck_since: float | None = None
         self._reclaimed = -1
         self._gap = FIRST_GAP_S
         self._say_at = 0.0
-        self._said = False
 
     @property
     def since(self) -> float | None:
-        """When the request that is held now began to wait, by the clock; ``None``: none is."""
+        """When the request at the head began to wait, by the clock; ``None``: none waits."""
         return self._since
 
     def full(self, waiting: int) -> str | None:
@@ -75,9 +75,11 @@ class Hold:
         now = self._clock()
         if self._since is None:
             self._since = now
+        if self._full_since is None:
+            self._full_since = now
             self._gap, self._say_at = FIRST_GAP_S, now + FIRST_GAP_S
         # Rises with every slot that comes free, also when it was taken again since.
-        reclaimed = self._ring.published - (self._ring.slots - self._ring.free_slots)
+        reclaimed = self._ring.published + self._ring.free_slots
         if self._ring.can_progress():
             self._stuck_since = None
         elif self._stuck_since is None or reclaimed > self._reclaimed:
@@ -87,12 +89,12 @@ class Hold:
             return "no_reader"
         if now >= self._say_at:
             logger.warning(
-                "shmconn holds %d finished requests since %.0f s: %s",
+                "shmconn has held finished requests for %.0f s, now %d, the oldest for %.0f s: %s",
+                now - self._full_since,
                 waiting,
                 now - self._since,
                 self._ring.stall_text(),
             )
-            self._said = True
             self._gap = min(2 * self._gap, LONGEST_GAP_S)
             self._say_at = now + self._gap
         return None
@@ -109,9 +111,9 @@ class Hold:
 
     def drained(self) -> None:
         """Nothing is held any more."""
-        if self._said:
+        if self._full_since is not None and self._gap > FIRST_GAP_S:
             logger.info("shmconn holds no request any more")
-            self._said = False
+        self._full_since = None
 
 
 class Throttle:

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the cache of hidden states among vLLM's KV caches and copies blocks of it.
+
+vLLM keeps the hidden states of its ``extract_hidden_states`` method in the paged cache of a
+pseudo attention layer, with the captured layers where heads would be:
+
+    up to 0.28    [blocks, block, layers, hidden]
+    from 0.32     [blocks, layers, block, hidden]    in any physical order
+
+Shapes cannot tell the two apart when a block has as many tokens as there are layers, so the
+backend's class decides. Everything here works on the view ``[blocks, block, layers, hidden]``
+of it, by its strides.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmconn.errors import OptionError
+from shmconn.fill import Fill
+
+LAYER = "cache_only_layers"
+# Widest integers first: the fewer elements, the faster a gather.
+_INTEGERS = ((8, torch.int64), (4, torch.int32), (2, torch.int16))
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """The paged cache of hidden states.
+
+    Attributes:
+        states: ``[blocks, block, layers, hidden]``, a view of vLLM's own memory.
+        expand: blocks of the cache in one block of the scheduler.
+    """
+
+    states: torch.Tensor
+    expand: int = 1
+
+    @property
+    def block(self) -> int:
+        """Tokens in one block of the cache."""
+        return int(self.states.shape[1])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token."""
+        return int(self.states.shape[2] * self.states.shape[3]) * self.states.element_size()
+
+    def words(self) -> torch.Tensor:
+        """The same memory as the widest integers that its strides allow: bytes are bytes."""
+        states = self.states
+        for size, kind in _INTEGERS:
+            ratio = size // states.element_size()
+            offsets = (states.shape[3], states.storage_offset(), *states.stride()[:3])
+            if ratio >= 1 and all(offset % ratio == 0 for offset in offsets):
+                return states.view(kind)
+        raise OptionError(f"hidden states of dtype {states.dtype} cannot be captured")
+
+    def cache_blocks(self, blocks: Sequence[int], tokens: int) -> list[int]:
+        """The cache's blocks that hold the first ``tokens`` tokens of the scheduler's blocks.
+
+        Raises:
+            OptionError: there are too few, or one is not in the cache.
+        """
+        ids = list(blocks)
+        if self.expand > 1:
+            ids = [one * self.expand + part for one in ids for part in range(self.expand)]
+        needed = -(-tokens // self.block)
+        if needed > len(ids):
+            raise OptionError(f"{tokens} tokens do not fit {len(ids)} blocks of {self.block}")
+        ids = ids[:needed]
+        if ids and not 0 <= min(ids) <= max(ids) < self.states.shape[0]:
+            raise OptionError(f"blocks {min(ids)} to {max(ids)} of {self.states.shape[0]}")
+        return ids
+
+
+def find_group(kv_cache_config: Any) -> tuple[int, int]:
+    """Index and block size (tokens) of the scheduler's group with the hidden states.
+
+    Raises:
+        OptionError: there is none; names the layers of the groups seen.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    for index, group in enumerate(groups):
+        if any(LAYER in name for name in group.layer_names):
+            return index, int(group.kv_cache_spec.block_size)
+    seen = "; ".join(", ".join(list(group.layer_names)[:3]) for group in groups)
+    raise OptionError(f"none of vLLM's {len(groups)} KV cache groups holds hidden states: {seen}")
+
+
+def find_cache(
+    kv_caches: Mapping[str, torch.Tensor],
+    *,
+    layers: int,
+    hidden_size: int,
+    block_size: int,
+    token_major: bool,
+) -> CacheView:
+    """The cache of hidden states among all of a worker's caches.
+
+    Args:
+        layers: how many layers are captured.
+        hidden_size: of the target model.
+        block_size: tokens in one of the scheduler's blocks.
+        token_major: whether the shape is ``[blocks, block, layers, hidden]``.
+
+    Raises:
+        OptionError: it is not there, or is not what the model's configuration says.
+    """
+    names = [name for name in kv_caches if LAYER in name]
+    if len(names) != 1:
+        raise OptionError(
+            f"expected one cache of hidden states among vLLM's {len(kv_caches)} KV caches, "
+            f"found {names or 'none'}"
+        )
+    cache = kv_caches[names[0]]
+    if cache.dim() != 4:
+        raise OptionError(f"the cache of {names[0]} has shape {list(cache.shape)}, not 4 axes")
+    states = cache if token_major else cache.transpose(1, 2)
+    block = states.shape[1]
+    if tuple(states.shape[2:]) != (layers, hidden_size) or states.stride(3) != 1:
+        raise OptionError(
+            f"the cache of {names[0]} has shape {list(cache.shape)} and strides "
+            f"{list(cache.stride())}: no {layers} layers of {hidden_size} in it"
+        )
+    if block_size % block:
+        raise OptionError(
+            f"the cache of {names[0]} has blocks of {block} tokens, which do not make up the "
+            f"scheduler's blocks of {block_size}"
+        )
+    return CacheView(states, block_size // block)
+
+
+class HostCapture:
+    """Copies out of a cache in host memory, straight into the slot, one block at a time.
+
+    One thread, with numpy: torch's thread pool belongs to the model.
+    """
+
+    def __init__(self, cache: CacheView) -> None:
+        self._cache = cache
+        self._words: np.ndarray[Any, Any] = cache.words().numpy()
+
+    def mark(self) -> None:
+        """Host memory is written when a step returns: there is nothing to wait for."""
+
+    def bind(self) -> None:
+        """Any thread may copy."""
+
+    def copy(self, fill: Fill, blocks: Sequence[int], ready: None) -> None:
+        """Fills the slot with the rows of these blocks, in order."""
+        target: np.ndarray[Any, Any] = np.frombuffer(fill.states, dtype=self._words.dtype)
+        target = target.reshape(fill.tokens, *self._words.shape[2:])
+        at = 0
+        for block in self._cache.cache_blocks(blocks, fill.tokens):
+            rows = min(self._cache.block, fill.tokens - at)
+            target[at : at + rows] = self._words[block, :rows]
+            at += rows
