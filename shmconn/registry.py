@@ -357,7 +357,7 @@ class Registry:
 
 def _magic(file: ShmFile) -> int:
     step("magic")
-    return Words(file.map(layout.SEQ)).load(layout.MAGIC)
+    return Words(file.map(layout.REGISTRY_SIZE)).load(layout.MAGIC)
 
 
 def _busy_text(name: str, file: ShmFile) -> str:
