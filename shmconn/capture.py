@@ -14,7 +14,7 @@ of it, by its strides.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -134,6 +134,31 @@ def find_cache(
     return CacheView(states, block_size // block)
 
 
+class Capture(Protocol):
+    """Copies a request's blocks out of the cache into a slot."""
+
+    def mark(self) -> Any:
+        """Called by the main thread: a point in the device's work that a copy waits for."""
+
+    def bind(self) -> None:
+        """Called once by the thread that will copy."""
+
+    def copy(self, fill: Fill, blocks: Sequence[int], ready: Any) -> None:
+        """Fills ``fill.states``; they are whole when it returns. Begins after ``ready``."""
+
+    def close(self) -> None:
+        """Lets go of the ring's memory; no copy comes after it."""
+
+
+def make_capture(cache: CacheView, data_area: memoryview) -> Capture:
+    """The capture that suits the device that the cache is on.
+
+    Args:
+        data_area: the ring's pages, to be registered with the device.
+    """
+    return HostCapture(cache)
+
+
 class HostCapture:
     """Copies out of a cache in host memory, straight into the slot, one block at a time.
 
@@ -159,3 +184,6 @@ class HostCapture:
             rows = min(self._cache.block, fill.tokens - at)
             target[at : at + rows] = self._words[block, :rows]
             at += rows
+
+    def close(self) -> None:
+        """Nothing is held of the ring."""

@@ -12,10 +12,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
+from shmconn.capture import Capture
 from shmconn.errors import Oversized
-from shmconn.fill import Fill
 from shmconn.hold import Hold, Throttle
 from shmconn.intake import Work
 from shmconn.ring import Producer
@@ -27,19 +27,6 @@ logger = logging.getLogger("vllm.shmconn")
 HOLD_INTERVAL_S = 0.1
 # While nothing waits but samples are in the ring: how often to take back what readers released.
 IDLE_INTERVAL_S = 1.0
-
-
-class Capture(Protocol):
-    """Copies a request's blocks out of the cache."""
-
-    def mark(self) -> Any:
-        """Called by the main thread: a point in the device's work that the copy must not pass."""
-
-    def bind(self) -> None:
-        """Called once by the thread that will copy."""
-
-    def copy(self, fill: Fill, blocks: list[int], ready: Any) -> None:
-        """Fills ``fill.states``, whole when it returns. Does not begin before ``ready``."""
 
 
 class Copier:

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's side: the ring, the capture and the copier of one rank, from start to end."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shmconn import directory
+from shmconn.capture import Capture, find_cache, make_capture
+from shmconn.config import ConnectorConfig, auto_ring_name, default_ring_size
+from shmconn.copier import Copier
+from shmconn.errors import OptionError
+from shmconn.handle import format_size
+from shmconn.hold import Hold
+from shmconn.intake import RingIdentity, Work
+from shmconn.layout import DTYPES
+from shmconn.ring import Producer
+from shmconn.tally import Tally
+
+logger = logging.getLogger("vllm.shmconn")
+
+METHOD = "extract_hidden_states"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is captured, as vLLM's configuration has it.
+
+    Attributes:
+        layer_ids: ascending, as vLLM's cache holds them whatever order they are listed in.
+        max_tokens: longest request that the model takes.
+    """
+
+    layer_ids: tuple[int, ...]
+    hidden_size: int
+    max_tokens: int
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> "Target":
+        """Reads and checks vLLM's configuration.
+
+        Raises:
+            OptionError: hidden states cannot be captured with it; says what to change.
+        """
+        speculative = vllm_config.speculative_config
+        method = getattr(speculative, "method", None)
+        if method != METHOD:
+            raise OptionError(
+                f"ShmHiddenStatesConnector needs the speculative method {METHOD!r}, but "
+                f"speculative_config {'is not set' if method is None else f'has {method!r}'}: "
+                "`shmconn serve MODEL --print` shows the whole command"
+            )
+        role = vllm_config.kv_transfer_config.kv_role
+        if role == "kv_consumer":
+            raise OptionError(f"kv_role is {role!r}: the connector produces, use 'kv_producer'")
+        parallel = vllm_config.parallel_config
+        for option in (
+            "pipeline_parallel_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+        ):
+            if getattr(parallel, option, 1) > 1:
+                raise OptionError(
+                    f"{option} is {getattr(parallel, option)}: no single worker then holds the "
+                    "hidden states of a request; use tensor or data parallelism"
+                )
+        ids = getattr(
+            speculative.draft_model_config.hf_config, "eagle_aux_hidden_state_layer_ids", None
+        )
+        if not ids or len(set(ids)) != len(ids):
+            raise OptionError(
+                f"eagle_aux_hidden_state_layer_ids is {ids!r}: give it layer numbers, each once"
+            )
+        model = vllm_config.model_config
+        count = getattr(getattr(model, "hf_text_config", None), "num_hidden_layers", None)
+        wrong = [one for one in ids if one < 0 or (count is not None and one > count)]
+        if wrong:
+            raise OptionError(
+                f"eagle_aux_hidden_state_layer_ids names {wrong}, but the model has layers 0 "
+                f"(the embeddings) to {count}"
+            )
+        return cls(tuple(sorted(ids)), int(model.get_hidden_size()), int(model.max_model_len))
+
+
+class Bystander:
+    """A rank that copies nothing.
+
+    Args:
+        reports: whether vLLM waits for this rank's word, too, before it frees a request.
+    """
+
+    identity: RingIdentity | None = None
+
+    def __init__(self, *, reports: bool) -> None:
+        self._reports = reports
+        self._last = 0
+        self._done: set[str] = set()
+
+    def submit(self, work: Iterable[Work]) -> None:
+        """Has nothing to do for these requests."""
+        for one in work:
+            if self._reports and one.report and one.number > self._last:
+                self._last = one.number
+                self._done.add(one.request_id)
+
+    def take_done(self) -> set[str]:
+        """Ids that this rank has no more use for."""
+        done, self._done = self._done, set()
+        return done
+
+    def drain_stats(self) -> dict[str, Any] | None:
+        """Nothing happens here."""
+        return None
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Writer:
+    """The rank that has the ring."""
+
+    def __init__(
+        self, producer: Producer, capture: Capture, copier: Copier, tally: Tally, grace_s: float
+    ) -> None:
+        self.identity: RingIdentity | None = RingIdentity(
+            producer.name,
+            producer.generation,
+            producer.layer_ids,
+            producer.hidden_size,
+            producer.dtype,
+        )
+        self.submit = copier.submit
+        self.take_done = copier.take_done
+        self.drain_stats = tally.drain
+        self._producer = producer
+        self._capture = capture
+        self._copier = copier
+        self._grace_s = grace_s
+
+    def close(self) -> None:
+        """Settles what is held, or buries it when the grace is over; then ends the ring."""
+        try:
+            self._copier.close(self._grace_s)
+        finally:
+            try:
+                self._capture.close()
+            finally:
+                self._producer.close()
+
+
+def open_writer(
+    kv_caches: Mapping[str, torch.Tensor],
+    target: Target,
+    config: ConnectorConfig,
+    ring: str,
+    engine_id: str,
+    block_size: int,
+) -> Writer:
+    """Makes the ring and starts the copier; says so in one line.
+
+    Raises:
+        OptionError: the cache of hidden states is not what the configuration says, or the ring's
+            options do not go together.
+        NoSpace: /dev/shm is too small; nothing is left behind.
+    """
+    cache = find_cache(
+        kv_caches,
+        layers=len(target.layer_ids),
+        hidden_size=target.hidden_size,
+        block_size=block_size,
+        token_major=_token_major(),
+    )
+    dtype = str(cache.states.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise OptionError(f"the hidden states are {dtype}; a ring takes {', '.join(DTYPES)}")
+    others = [other for other in directory.rings(ring) if other.live]
+    producer = Producer.create(
+        ring,
+        size=default_ring_size() if config.ring_size is None else config.ring_size,
+        layer_ids=target.layer_ids,
+        hidden_size=target.hidden_size,
+        dtype=dtype,
+        page_size=config.page_size,
+        slots=config.slots,
+        groups=config.groups_for_ring(),
+        mode=config.mode,
+        engine_id=engine_id,
+        unclaimed_ttl_s=config.unclaimed_ttl_s,
+    )
+    try:
+        capture = make_capture(cache, producer.data_area)
+    except BaseException:
+        producer.close()
+        raise
+    background = _steps_while_held()
+    hold = Hold(producer, on_full=config.on_full, no_reader_timeout_s=config.no_reader_timeout_s)
+    tally = Tally()
+    copier = Copier(producer, capture, hold, tally, background=background)
+    _announce(producer, target, background)
+    mine = auto_ring_name(engine_id)
+    if any(auto_ring_name(other.engine_id) != mine for other in others):
+        logger.warning(
+            "shmconn: another engine (pid %s) has a live ring %r too; a reader of that name gets "
+            "the samples of both",
+            ", ".join(str(other.pid) for other in others),
+            ring,
+        )
+    return Writer(producer, capture, copier, tally, config.shutdown_grace_s)
+
+
+def _announce(producer: Producer, target: Target, background: bool) -> None:
+    shape = producer.shape
+    logger.info(
+        "shmconn: ring %r of %s holds %d tokens of layers %s, %s a token in %s; read it with "
+        "`shmconn drain %s --to DIR`",
+        producer.name,
+        format_size(shape.size),
+        producer.tokens_capacity,
+        ",".join(map(str, producer.layer_ids)),
+        format_size(producer.bytes_per_token),
+        producer.dtype,
+        producer.name,
+    )
+    if not producer.fits(target.max_tokens):
+        logger.warning(
+            "shmconn: a request of max_model_len %d tokens does not fit a third of ring %r and "
+            "would be lost; a ring_size of %s takes it",
+            target.max_tokens,
+            producer.name,
+            format_size(3.2 * target.max_tokens * producer.bytes_per_token + shape.data),
+        )
+    if not background:
+        logger.warning(
+            "shmconn: this vLLM takes no step while a request's blocks are held, so a request "
+            "that finds the ring full is lost at once"
+        )
+    for left in producer.leftovers:
+        logger.warning("shmconn: %s", left)
+
+
+def _token_major() -> bool:
+    """Whether vLLM's cache of hidden states has the shape [blocks, block, layers, hidden]."""
+    try:
+        from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionBackend
+    except ImportError as error:
+        raise OptionError(
+            f"this vLLM has no {METHOD}: use 0.22 or later on CUDA, 0.22, 0.25 or later on a CPU"
+        ) from error
+    # The backend states its own shape only where heads do not come first in all caches.
+    return "get_kv_cache_shape" in CacheOnlyAttentionBackend.__dict__
+
+
+def _steps_while_held() -> bool:
+    """Whether the engine goes on stepping for requests whose blocks are held."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return "connector" in Scheduler.has_finished_requests.__code__.co_names
