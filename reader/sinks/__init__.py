@@ -29,11 +29,13 @@ class Stored:
         file: name of its file in the folder.
         bytes: that it takes up there.
         fresh: false if it was there before and nothing was written.
+        new_file: whether it began a file.
     """
 
     file: str
     bytes: int
     fresh: bool
+    new_file: bool = False
 
 
 @dataclass(frozen=True)

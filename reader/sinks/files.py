@@ -121,4 +121,4 @@ class FileSink:
             sha256=sha256,
         )
         self.manifest.append(entry)
-        return Stored(name, size, fresh)
+        return Stored(name, size, fresh, new_file=not own)

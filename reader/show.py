@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ls``, ``stat``, ``groups``, ``rm``: what is there, as tables for people or JSON for scripts."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shmconn.directory import GroupInfo, RingInfo
+from shmconn.directory import groups as groups_of
+from shmconn.directory import remove_group as do_remove_group
+from shmconn.directory import remove_rings as do_remove_rings
+from shmconn.directory import rings as rings_of
+from shmconn.errors import RingMissing
+from shmconn.handle import format_size
+from shmconn.subscription import missing_text, the_only_ring
+
+_STYLES = {"live": "green", "closed": "dim", "dead": "yellow", "damaged": "red"}
+
+
+def age(since_ns: int, now: float | None = None) -> str:
+    """How long ago a Unix time in ns was, for people; "-" for 0."""
+    if not since_ns:
+        return "-"
+    seconds = max(0.0, (time.time() if now is None else now) - since_ns / 1e9)
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def fill_of(ring: RingInfo) -> float:
+    """Share of a ring's pages in use, 0 to 1."""
+    return 1 - ring.free_pages / ring.pages if ring.pages else 0.0
+
+
+def shape_of(ring: RingInfo) -> str:
+    """Layers, hidden size and dtype of a ring's samples."""
+    layers = ",".join(map(str, ring.layer_ids))
+    return f"[{layers}] x {ring.hidden_size} {ring.dtype}"
+
+
+def list_rings(*, as_json: bool) -> None:
+    """``shmconn ls``."""
+    rings = rings_of()
+    if as_json:
+        print(json.dumps([_plain_ring(ring) for ring in rings]))
+        return
+    if not rings:
+        print(f"{missing_text(None)}.")
+        return
+    table = _table("RING", "GENERATION", "STATE", "SIZE", "FULL", "SAMPLES", "LOST", "PID", "HOLDS")
+    for ring in rings:
+        table.add_row(
+            ring.name,
+            ring.generation[:8],
+            Text(ring.state, style=_STYLES[ring.state]),
+            *(
+                (ring.problem, "", "", "", "", "")
+                if ring.problem
+                else (
+                    format_size(ring.size),
+                    f"{fill_of(ring):.0%}",
+                    f"{ring.published:,}",
+                    f"{ring.lost:,}",
+                    str(ring.pid),
+                    shape_of(ring),
+                )
+            ),
+        )
+    _print(table)
+
+
+def stat(name: str | None, *, as_json: bool) -> None:
+    """``shmconn stat``."""
+    name = name or the_only_ring()
+    rings = rings_of(name)
+    groups = _groups(name, rings)
+    if as_json:
+        value = {
+            "name": name,
+            "rings": [_plain_ring(ring) for ring in rings],
+            "groups": [_plain_group(group) for group in groups],
+        }
+        print(json.dumps(value))
+        return
+    for ring in rings:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column(style="bold")
+        for label, fact in _facts(ring):
+            table.add_row(label, fact)
+        _print(table)
+    _print(_groups_table(groups))
+
+
+def _facts(ring: RingInfo) -> list[tuple[str, str]]:
+    """Everything about one ring, as labels and values."""
+    head = [("ring", ring.name), ("generation", ring.generation), ("state", ring.state)]
+    if ring.problem:
+        return [*head, ("problem", ring.problem)]
+    lost = ", ".join(f"{count} {why}" for why, count in ring.lost_by_reason.items()) or "none"
+    used = ring.pages - ring.free_pages
+    return [
+        *head,
+        ("producer", f"pid {ring.pid} on {ring.host}, started {age(ring.started_ns)} ago"),
+        ("engine", ring.engine_id or "-"),
+        ("samples are", shape_of(ring)),
+        (
+            "size",
+            f"{format_size(ring.size)}, {ring.pages:,} pages of {format_size(ring.page_size)}, "
+            f"{ring.slots:,} slots",
+        ),
+        ("room for", f"{ring.tokens_capacity:,} tokens of {format_size(ring.bytes_per_token)}"),
+        ("in use", f"{used:,} pages ({fill_of(ring):.0%}), {ring.slots - ring.free_slots:,} slots"),
+        ("published", f"{ring.published:,} samples, {format_size(ring.published_bytes)}"),
+        ("accepted", f"{ring.accepted:,} requests, {ring.accepted - ring.settled:,} on their way"),
+        ("lost", lost),
+        ("held back", f"for {age(ring.held_since_ns)}" if ring.held_since_ns else "no"),
+    ]
+
+
+def list_groups(name: str | None, *, as_json: bool) -> None:
+    """``shmconn groups``."""
+    name = name or the_only_ring()
+    groups = groups_of(name)
+    if as_json:
+        print(json.dumps([_plain_group(group) for group in groups]))
+        return
+    _print(_groups_table(groups))
+
+
+def remove_group(name: str, group: str) -> None:
+    """``shmconn groups rm``."""
+    do_remove_group(name, group)
+    print(f"removed group {group} of ring {name}")
+
+
+def remove_rings(name: str, *, force: bool) -> None:
+    """``shmconn rm``."""
+    swept = do_remove_rings(name, force=force)
+    live = [ring for ring in rings_of(name) if ring.live]
+    for file_name in swept.removed:
+        print(f"removed {file_name.lstrip('/')}")
+    for file_name in swept.waiting:
+        print(
+            f"kept {file_name.lstrip('/')}: a group waits for its samples, or it is damaged; see "
+            f"`shmconn groups {name}`, or remove it with --force"
+        )
+    for ring in live:
+        print(f"kept {ring.file.lstrip('/')}: pid {ring.pid} writes to it")
+    if not (swept.removed or swept.waiting or live):
+        print(f"there was nothing of ring {name} to remove")
+
+
+def group_state(group: GroupInfo) -> str:
+    """What a group is waiting for, in a word or two."""
+    if not group.name:
+        return "nobody yet"
+    if group.alive:
+        return "reading"
+    return "dead" if group.members else "no member"
+
+
+def _groups_table(groups: Sequence[GroupInfo]) -> Table:
+    table = _table("GROUP", "KIND", "STATE", "UNREAD", "LEASED", "OLDEST", "MEMBERS")
+    for group in groups:
+        unread, needed = sum(group.unread.values()), sum(group.needed.values())
+        if not group.name and not needed:
+            continue
+        kind = "by handle" if group.by_handle else "every sample"
+        members = [
+            f"pid {member.pid} on {member.host}" + ("" if member.alive else " (dead)")
+            for member in group.members
+        ]
+        state = group_state(group)
+        table.add_row(
+            group.name or "(not subscribed yet)",
+            kind + (", durable" if group.durable else ""),
+            Text(state, style="yellow" if state == "dead" and needed else ""),
+            f"{unread:,}",
+            f"{needed - unread:,}",
+            age(group.oldest_ns),
+            "\n".join(members) or "-",
+        )
+    return table
+
+
+def _groups(name: str, rings: Sequence[RingInfo]) -> list[GroupInfo]:
+    """The groups of a ring; of a damaged one there may be none to see."""
+    try:
+        return groups_of(name)
+    except RingMissing:
+        if not rings:
+            raise
+        return []
+
+
+def _plain_ring(ring: RingInfo) -> dict[str, Any]:
+    return dataclasses.asdict(ring) | {"state": ring.state, "full": round(fill_of(ring), 4)}
+
+
+def _plain_group(group: GroupInfo) -> dict[str, Any]:
+    return dataclasses.asdict(group) | {"state": group_state(group)}
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        numbers = column in ("SIZE", "FULL", "SAMPLES", "LOST", "PID", "UNREAD", "LEASED", "OLDEST")
+        table.add_column(column, justify="right" if numbers else "left", overflow="fold")
+    return table
+
+
+def _print(table: Table) -> None:
+    """A table as wide as the terminal; in a pipe as wide as it needs to be."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=500)
+    console.print(table)
