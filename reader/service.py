@@ -172,8 +172,6 @@ class _Drain:
         self._observe = observe
         self._lanes: list[Lane] = []
         self._told_ends = 0
-        self._lost_before: dict[str, dict[str, int]] = {}
-        self._lost: dict[str, dict[str, int]] = {}
 
     def run(
         self, reopen_logs: Callable[[], None] | None, ready: Callable[[], None] | None
@@ -223,18 +221,10 @@ class _Drain:
                 name,
                 sink.path,
             )
-        self._lost_before = self._losses()
 
     @property
     def _name(self) -> str:
         return self._lanes[0].subscription.name
-
-    def _losses(self) -> dict[str, dict[str, int]]:
-        """Losses by generation and reason, of the rings that are there now."""
-        rings = shmconn.rings(self._name)
-        return {
-            ring.generation: dict(ring.lost_by_reason) for ring in rings if ring.problem is None
-        }
 
     def _watch(self, signals: _Signals) -> None:
         """Look at the writers until they are done or we are told to stop."""
@@ -257,7 +247,6 @@ class _Drain:
 
     def _show(self) -> None:
         rings = [ring for ring in shmconn.rings(self._name) if ring.problem is None]
-        self._lost.update({ring.generation: dict(ring.lost_by_reason) for ring in rings})
         pages = sum(ring.pages for ring in rings)
         fill = 1 - sum(ring.free_pages for ring in rings) / pages if pages else None
         snapshots = [
@@ -340,16 +329,11 @@ class _Drain:
         return lines
 
     def _losses_text(self) -> list[str]:
-        by_reason: dict[str, int] = {}
-        for generation, lost in self._lost.items():
-            before = self._lost_before.get(generation, {})
-            for reason, count in lost.items():
-                count -= before.get(reason, 0)
-                if count:
-                    by_reason[reason] = by_reason.get(reason, 0) + count
-        if not by_reason:
+        """What was lost; the groups of one ring saw the same, the first one joined first."""
+        lost = self._lanes[0].subscription.lost_by_reason
+        if not lost:
             return []
-        return ["no sample came of: " + ", ".join(f"{n} {why}" for why, n in by_reason.items())]
+        return ["no sample came of: " + ", ".join(f"{n} {why}" for why, n in lost.items())]
 
     def _leave(self, lane: Lane, *, told: bool) -> list[str]:
         """Leave the group, or keep its place; says which, and how to go on."""
