@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from shmconn.errors import Busy, ForkedError
+from shmconn.errors import Busy, Closed, ForkedError
 from shmconn.words import step
 
 # struct flock on Linux x86-64: type, whence, start, length, pid; l_pid must be 0.
@@ -35,6 +35,9 @@ class LockFile:
     Its own locks look free to it and can be taken again: whoever needs a lock against himself
     (threads of one member) adds a ``threading.Lock``.
     """
+
+    # Kept here for __del__ at interpreter exit, when the module's names are gone.
+    _close_fd = staticmethod(os.close)
 
     def __init__(self, fd: int) -> None:
         # A description of our own: `fd` may be shared with a mapping.
@@ -99,19 +102,23 @@ class LockFile:
         """Drops all locks of this file."""
         if self.fd >= 0:
             step("close")
-            os.close(self.fd)
+            self._close_fd(self.fd)
             self.fd = -1
 
     def check_process(self) -> None:
-        """Raises ForkedError in a forked child."""
+        """Raises ForkedError in a forked child, Closed after close()."""
         if self.forked:
             raise ForkedError(
                 "this ring was opened in the parent process and cannot be used in a forked "
                 "child; subscribe or create again in the child"
             )
+        if self.fd < 0:
+            raise Closed("this ring, or this subscription, was closed")
 
     def __del__(self) -> None:
-        self.close()
+        if getattr(self, "fd", -1) >= 0:
+            self._close_fd(self.fd)
+            self.fd = -1
 
 
 def _close_in_child() -> None:

@@ -24,7 +24,7 @@ class PageRuns:
             return None
         first = bisect_left(self._starts, self._next)
         for index in (*range(first, len(self._starts)), *range(first)):
-            start = self._starts[index]
+            start: int = self._starts[index]
             length = self._lengths[start]
             if length < count:
                 continue

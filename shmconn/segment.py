@@ -40,6 +40,9 @@ _RESERVE_CHUNK = 1 << 30
 class ShmFile:
     """An open segment: a descriptor to reserve and map by, and a lock file beside it."""
 
+    # Kept here for __del__ at interpreter exit, when the module's names are gone.
+    _close_fd = staticmethod(os.close)
+
     def __init__(self, name: str, flags: int = 0, mode: int = 0o600) -> None:
         """Opens ``/dev/shm/NAME``, or makes it empty if ``flags`` say so.
 
@@ -116,7 +119,7 @@ class ShmFile:
     def close_descriptor(self) -> None:
         """Closes the descriptor to map by; the locks stay."""
         if self._fd >= 0:
-            os.close(self._fd)
+            self._close_fd(self._fd)
             self._fd = -1
 
     def close(self) -> None:

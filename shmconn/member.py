@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One member of a group: its claims, its leases, and how it leaves.
+
+A claim is made under the group's lock; a release is one store without any lock, since a finalizer
+does it, maybe inside a claim of the same thread. So a finalizer here only stores words, posts a
+semaphore and puts into a ``SimpleQueue``.
+
+A claim, in this order (docs/protocol.md has the why of each):
+  lock L; load published and start; copy seq and hold words as a hint; for a candidate load seq,
+  then hold; claimed by another: test its life, load the word again; store our claim; unlock L.
+"""
+
+import atexit
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from shmconn import layout
+from shmconn.cleanup import try_clean
+from shmconn.doorbell import Doorbell, group_doorbell
+from shmconn.registry import Group, Registry
+from shmconn.sample import Facts, Row, Sample
+from shmconn.segment import RingSegment, ring_files
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+# Longest wait for another member's claim: it holds L for microseconds unless it was stopped.
+_CLAIM_WAIT_S = 5.0
+
+
+class RingView:
+    """A ring as one member sees it."""
+
+    def __init__(self, ring: RingSegment, *, counted: bool) -> None:
+        """``counted``: what was lost in this ring so far was lost while we were joined."""
+        self.ring = ring
+        self.bell = Doorbell(ring.file.name)
+        self._lost_before = Counter[str]() if counted else self._tombstones()
+
+    @property
+    def generation(self) -> str:
+        """Generation of the ring."""
+        return self.ring.generation
+
+    def _tombstones(self) -> "Counter[str]":
+        word = self.ring.words.load
+        reasons = enumerate(layout.REASONS)
+        return Counter({why: word(layout.LOST_BY_REASON + 8 * code) for code, why in reasons})
+
+    def lost(self) -> "Counter[str]":
+        """Tombstones since we joined, by reason."""
+        return self._tombstones() - self._lost_before
+
+    def fate(self) -> str | None:
+        """closed, died, or None while the producer lives. To be asked before a claim attempt."""
+        if self.ring.words.load(layout.CLOSED):
+            return "closed"
+        if self.ring.producer_alive():
+            return None
+        # It may have closed between the two looks.
+        return "closed" if self.ring.words.load(layout.CLOSED) else "died"
+
+
+class Member:
+    """A member row that we hold; leases keep it, and so our lock, alive."""
+
+    def __init__(self, registry: Registry, group: int, row: int) -> None:
+        self.registry = registry
+        self.group = group
+        self.row = row
+        self.code = row + 1
+        self.leases: set[Lease] = set()
+        # Threads of one member are not kept apart by its own locks.
+        self.claiming = threading.RLock()
+        self.bell = Doorbell(group_doorbell(registry.name, group))
+        self.leaving = False
+        self.left = False
+        self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    @classmethod
+    def join(
+        cls, name: str, wish: Group, *, create: bool, durable: bool, background: bool, wait_s: float
+    ) -> "Member":
+        """Registers the group, if it is new, and joins it.
+
+        Raises:
+            RingMissing: there is no ring of that name, and ``create`` is false.
+            OptionError, RegistryFull, Busy: see the registry.
+        """
+        registry = Registry.open(name, create=create, wait_s=wait_s)
+        try:
+            group, _ = registry.register(wish)
+            row = registry.join(group, durable=durable, background=background)
+            member = cls(registry, group, row)
+            member._sweep()
+        except BaseException:
+            registry.unlock()
+            try_clean(registry, 0.0)
+            registry.close()
+            raise
+        registry.unlock()
+        return member
+
+    def _sweep(self) -> None:
+        """Gives back what a dead owner of our row had claimed. Under R."""
+        self.registry.lock_claims(self.group, time.monotonic() + _CLAIM_WAIT_S)
+        try:
+            for file_name in ring_files(self.registry.name):
+                ring = RingSegment.attach(file_name, whole=False)
+                if ring is None or ring.registry_id != self.registry.id:
+                    continue
+                for slot in range(ring.shape.slots):
+                    at = ring.shape.hold_at(self.group, slot)
+                    word = ring.words.load(at)
+                    if word & 0xFFFF == self.code:
+                        ring.words.store(at, layout.hold_word(word >> 16, layout.UNCLAIMED))
+        finally:
+            self.registry.unlock_claims(self.group)
+
+    # --- claims ---------------------------------------------------------------------------------
+
+    def claim(self, view: RingView) -> "Sample | None":
+        """The oldest sample that this group has not been given, or None.
+
+        Raises:
+            SegmentCorrupt: its slot is damaged; it was released.
+            Busy: a stopped member holds the group's claims.
+        """
+        with self.claiming:
+            self.registry.lock_claims(self.group, time.monotonic() + _CLAIM_WAIT_S)
+            slot, seq, more = -1, 0, False
+            try:
+                for slot, hint in self._candidates(view):
+                    if seq:
+                        more = True
+                        break
+                    seq = self._try_claim(view, slot, hint) and hint
+                    taken = slot if seq else -1
+            finally:
+                self.registry.unlock_claims(self.group)
+        if not seq:
+            return None
+        if more:
+            self.bell.post()
+        return self._lease(view, taken, seq)
+
+    def claim_slot(self, view: RingView, slot: int, seq: int) -> "Sample | None":
+        """One certain sample, or None if it is not ours to take any more."""
+        with self.claiming:
+            self.registry.lock_claims(self.group, time.monotonic() + _CLAIM_WAIT_S)
+            try:
+                got = self._try_claim(view, slot, seq)
+            finally:
+                self.registry.unlock_claims(self.group)
+        return self._lease(view, slot, seq) if got else None
+
+    def _candidates(self, view: RingView) -> "list[tuple[int, int]]":
+        """Slots and sequences worth a look, oldest first: a hint, never a proof."""
+        import numpy as np
+
+        seqs, holds, wanted = self._columns(view)
+        codes = holds & np.uint64(0xFFFF)
+        mine = codes == np.uint64(self.code)
+        ours = (holds >> np.uint64(16) == seqs) & ((codes == np.uint64(layout.RELEASED)) | mine)
+        slots = np.flatnonzero(wanted & ~ours)
+        order = slots[np.argsort(seqs[slots])]
+        return [(int(slot), int(seqs[slot])) for slot in order]
+
+    def _columns(
+        self, view: RingView
+    ) -> "tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.bool_]]":
+        import numpy as np
+
+        words, shape = view.ring.words, view.ring.shape
+        published = words.load(layout.PUBLISHED)
+        start = max(1, words.load(layout.START + 8 * self.group))
+        seqs = words.copy(layout.SEQ, shape.slots)
+        holds = words.copy(shape.hold_at(self.group, 0), shape.slots)
+        return seqs, holds, (seqs >= np.uint64(start)) & (seqs <= np.uint64(published))
+
+    def _try_claim(self, view: RingView, slot: int, seq: int) -> bool:
+        """Stores our claim if the sample is unclaimed or its owner is dead. Under L."""
+        words, shape = view.ring.words, view.ring.shape
+        if words.load(shape.seq_at(slot)) != seq:
+            return False
+        at = shape.hold_at(self.group, slot)
+        word = words.load(at)
+        if word >> 16 == seq:
+            code = word & 0xFFFF
+            if code in (layout.RELEASED, self.code):
+                return False
+            if code != layout.UNCLAIMED:
+                if not 1 <= code <= layout.MEMBERS or self.registry.alive(self.group, code - 1):
+                    return False
+                # It may have released before it died, and the slot be filled again since.
+                if words.load(at) != word:
+                    return False
+        words.store(at, layout.hold_word(seq, self.code))
+        return True
+
+    def unread(self, view: RingView) -> int:
+        """Published samples that nobody of the group has taken, about."""
+        import numpy as np
+
+        seqs, holds, wanted = self._columns(view)
+        taken = (holds >> np.uint64(16) == seqs) & (holds & np.uint64(0xFFFF) != np.uint64(0))
+        return int(np.count_nonzero(wanted & ~taken))
+
+    # --- leases ---------------------------------------------------------------------------------
+
+    def _lease(self, view: RingView, slot: int, seq: int) -> Sample:
+        import numpy as np
+
+        ring = view.ring
+        lease = Lease(self, view, ring.shape.hold_at(self.group, slot), seq)
+        try:
+            row = Row.read(ring, slot)
+            start = ring.shape.page_at(row.first_page)
+            text = ring.words.read(start + row.json_offset, row.json_bytes)
+            facts = Facts.read(ring, row, seq, text)
+        except BaseException:
+            lease.end(layout.RELEASED)
+            raise
+        buffer = np.frombuffer(ring.map, np.uint8, row.json_offset, start)
+        lease.follow(buffer)
+        self._count(layout.MEMBER_CLAIMED, 1)
+        self._count(layout.MEMBER_BYTES, row.json_offset)
+        return Sample(facts, buffer, row.ids_offset)
+
+    def _count(self, field: int, by: int) -> None:
+        at = layout.member_row(self.group, self.row) + field
+        self.registry.words.store(at, self.registry.words.load(at) + by)
+
+    # --- leaving --------------------------------------------------------------------------------
+
+    def leave(self, *, clean: bool) -> None:
+        """Leaves once the last lease has ended; not clean = the place is kept, like a death."""
+        # Set before the look at the leases: a lease that ends later tells the queue.
+        self.leaving = True
+        if self.leases:
+            _leavers[self] = clean
+            threading.Thread(
+                target=self._leave_later, args=(clean,), name="shmconn-leave", daemon=True
+            ).start()
+        else:
+            self._leave(clean)
+
+    def _leave_later(self, clean: bool) -> None:
+        while self.leases:
+            self.ended.get()
+        self._leave(clean)
+
+    def _leave(self, clean: bool) -> None:
+        with self.claiming:
+            if self.left or self.registry.locks.forked:
+                return
+            self.left = True
+            _leavers.pop(self, None)
+            try:
+                if clean:
+                    with self.registry.exclusive():
+                        self.registry.leave(self.group, self.row)
+                        self.registry.locks.unlock(layout.member_lock(self.group, self.row))
+                    try_clean(self.registry)
+            finally:
+                self.registry.close()
+
+
+class Lease:
+    """A member's hold on one sample. Ends exactly once."""
+
+    def __init__(self, member: Member, view: RingView, at: int, seq: int) -> None:
+        self.member = member
+        self.view = view
+        self.at = at
+        self.seq = seq
+        self.finalizer: weakref.finalize[Any, Any] | None = None
+        member.leases.add(self)
+
+    def follow(self, buffer: Any) -> None:
+        """Ends the lease when ``buffer`` and every view of it are gone."""
+        self.finalizer = weakref.finalize(buffer, self.end, layout.RELEASED)
+        # At interpreter exit a tensor may still be in use; only a clean close releases then.
+        self.finalizer.atexit = False
+
+    def end(self, code: int) -> None:
+        """Stores the word: released, or unclaimed to give it back. Needs no lock."""
+        words, locks = self.view.ring.words, self.member.registry.locks
+        mine = layout.hold_word(self.seq, self.member.code)
+        # Without our lock somebody else may own the sample by now; a child owns nothing.
+        if locks.intact() and words.load(self.at) == mine:
+            words.store(self.at, layout.hold_word(self.seq, code))
+            self.view.bell.post()
+            if code == layout.RELEASED:
+                self.member._count(layout.MEMBER_RELEASED, 1)
+        self.member.leases.discard(self)
+        if self.member.leaving:
+            self.member.ended.put(None)
+
+    def give_back(self) -> None:
+        """Makes the sample another member's to claim, although views of it may live on."""
+        if self.finalizer is not None and self.finalizer.detach() is not None:
+            self.end(layout.UNCLAIMED)
+
+
+_leavers: dict[Member, bool] = {}
+
+
+def _leave_at_exit() -> None:
+    """Lets subscriptions that were closed with tensors alive leave when the process ends."""
+    for member, clean in list(_leavers.items()):
+        for lease in list(member.leases):
+            if lease.finalizer is not None:
+                lease.finalizer()
+        with contextlib.suppress(Exception):
+            member._leave(clean)
+
+
+atexit.register(_leave_at_exit)

@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reader's side: a group's samples, one after the other or by handle.
+
+A subscription reads all rings of a name: data-parallel ranks, the rest of a dead generation, the
+next one. It ends when every ring that it saw was closed, or its producer died, and a whole claim
+attempt begun after that found nothing.
+"""
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from shmconn import layout
+from shmconn.cleanup import try_clean
+from shmconn.doorbell import INTERVAL_S
+from shmconn.errors import (
+    Closed,
+    NotReady,
+    OptionError,
+    ProducerDied,
+    RingMissing,
+    SampleGone,
+    SampleLost,
+    SegmentCorrupt,
+    ShmConnError,
+)
+from shmconn.handle import Handle, check_name
+from shmconn.member import Member, RingView
+from shmconn.registry import Group
+from shmconn.sample import Row, Sample
+from shmconn.segment import RingSegment, ring_files, split_ring_name
+
+_log = logging.getLogger("shmconn")
+
+# Reasons after which the same request may well yield a sample.
+_RETRY = {"aborted", "no_reader", "dropped", "fault", "shutdown", "expired", "short"}
+
+
+@dataclass(frozen=True)
+class RingEnd:
+    """How a ring ended.
+
+    Attributes:
+        generation: its generation.
+        died: the producer was killed; else it closed the ring.
+        published, accepted, settled: its last counters.
+    """
+
+    generation: str
+    died: bool
+    published: int
+    accepted: int
+    settled: int
+
+
+def subscribe(
+    name: str | None = None,
+    group: str | None = None,
+    by_handle: bool = False,
+    durable: bool = False,
+    wait_s: float = 0.0,
+    follow: bool = False,
+    background: bool = False,
+) -> "Subscription":
+    """Joins a group of a ring.
+
+    Args:
+        name: the ring; may be left out when there is one on this host.
+        group: whom you read for. Every group gets every sample once; several processes that name
+            the same group share them.
+        by_handle: samples are asked for with ``get`` only; what nobody asks for is released after
+            the producer's ``unclaimed_ttl_s``.
+        durable: keep the group, and what it has not read, when its last member leaves.
+        wait_s: seconds to wait for a ring that is not there yet.
+        follow: go on with the next generation when vLLM is started again.
+        background: this process drains in a thread of its own while its engine generates.
+
+    Raises:
+        OptionError: a name is wrong, or the group exists with another kind.
+        RingMissing: there is no such ring; lists those there are.
+        AccessDenied, LayoutMismatch, SegmentCorrupt, RegistryFull, Busy: see the classes.
+    """
+    if group is None:
+        raise OptionError("subscribe needs a group: the name of whom you read for, e.g. 'trainer'")
+    check_name(group, "group")
+    name = check_name(name) if name is not None else the_only_ring()
+    if wait_s < 0:
+        raise OptionError(f"wait_s {wait_s} must be 0 or more seconds")
+    there = bool(ring_files(name))
+    if not there and wait_s == 0:
+        raise RingMissing(missing_text(name))
+    member = Member.join(
+        name,
+        Group(group, by_handle),
+        create=True,
+        durable=durable,
+        background=background,
+        wait_s=5.0,
+    )
+    return Subscription(name, group, member, wait_s=wait_s, follow=follow, by_handle=by_handle)
+
+
+def the_only_ring() -> str:
+    """The name of the one ring on this host.
+
+    Raises:
+        RingMissing: there is none, or there are several; lists them.
+    """
+    names = sorted({split_ring_name(file).name for file in ring_files()})
+    if len(names) == 1:
+        return names[0]
+    if not names:
+        raise RingMissing(missing_text(None))
+    raise RingMissing(f"name the ring you mean; there are: {', '.join(names)}")
+
+
+def missing_text(name: str | None) -> str:
+    """What to say when a ring is not there."""
+    names = sorted({split_ring_name(file).name for file in ring_files()})
+    what = f"there is no ring {name!r}" if name else "there is no ring on this host"
+    if names:
+        return f"{what}; there are: {', '.join(names)}"
+    return f"{what}. Start vLLM with the connector (shmconn serve), or wait for it (--wait, wait_s)"
+
+
+class Subscription:
+    """A member of a group. Iterate over it, or ask it for one request's sample; or both.
+
+    Leave it with ``close()`` or as a ``with`` block. An exception that leaves the block counts as
+    a death: the group's place and its unread samples are kept until it comes back. Methods may
+    be called from several threads.
+    """
+
+    def __init__(
+        self, name: str, group: str, member: Member, *, wait_s: float, follow: bool, by_handle: bool
+    ) -> None:
+        self.name = name
+        self.group = group
+        self.by_handle = by_handle
+        self.ends: list[RingEnd] = []
+        self.corrupt = 0
+        self._member = member
+        self._follow = follow
+        self._bell = member.bell
+        self._views: dict[str, RingView] = {}
+        self._turn = 0
+        self._closed = False
+        self._first_epoch = member.registry.words.load(layout.EPOCH)
+        self._epoch = -1
+        self._looked = False
+        self._done: set[str] = set()  # generations that ended or were refused
+        self._lost_in_ended: Counter[str] = Counter()
+        self._give_up_at = time.monotonic() + wait_s
+        self.ended = False
+        try:
+            self._look_for_rings()
+        except BaseException:
+            member.leave(clean=True)
+            raise
+        self._looked = True
+
+    # --- samples in turn ------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self
+
+    def __next__(self) -> Sample:
+        sample = self.next(None)
+        if sample is None:
+            raise StopIteration
+        return sample
+
+    def next(self, timeout: float | None = None) -> Sample | None:
+        """The group's next sample.
+
+        Args:
+            timeout: seconds to wait; None = until there is one, or the end.
+
+        Returns:
+            The sample; None when the timeout is over or the stream has ended (then ``ended``).
+
+        Raises:
+            ProducerDied: all is read, and a producer was killed.
+            RingMissing: no ring came within ``wait_s`` of ``subscribe``.
+            Closed: the subscription was closed.
+        """
+        if self.by_handle:
+            raise OptionError(f"group {self.group!r} is by handle: use get(handle), not iteration")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._check_open()
+            self._bell.clear()
+            sample = self._try_next()
+            if sample is not None or self.ended:
+                return sample
+            left = INTERVAL_S if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return None
+            self._bell.wait(left)
+
+    def _try_next(self) -> Sample | None:
+        epoch = self._look_for_rings()
+        views = list(self._views.values())
+        self._turn += 1
+        for index in range(len(views)):
+            view = views[(self._turn + index) % len(views)]
+            # First the fate, then the claim: what was published just before a death is read.
+            fate = view.fate()
+            try:
+                sample = self._member.claim(view)
+            except SegmentCorrupt as error:
+                self.corrupt += 1
+                _log.error("a sample was lost: %s", error)
+                return None
+            if sample is not None:
+                return sample
+            if fate is not None:
+                self._end(view, fate)
+        self._look_for_the_end(epoch)
+        return None
+
+    def _end(self, view: RingView, fate: str) -> None:
+        words = view.ring.words
+        self.ends.append(
+            RingEnd(
+                view.generation,
+                fate == "died",
+                words.load(layout.PUBLISHED),
+                words.load(layout.ACCEPTED),
+                words.load(layout.SETTLED),
+            )
+        )
+        self._lost_in_ended += view.lost()
+        del self._views[view.generation]
+        self._done.add(view.generation)
+        try_clean(self._member.registry, 0.0)
+
+    def _look_for_the_end(self, epoch: int) -> None:
+        if self._views:
+            return
+        if self._member.registry.words.load(layout.EPOCH) != epoch:
+            return
+        if not self.ends and epoch == self._first_epoch:
+            self._check_waiting()
+            return
+        if self._follow or self._unattached():
+            return
+        self.ended = True
+        died = [end for end in self.ends if end.died]
+        if died:
+            raise ProducerDied(
+                f"the producer of ring {self.name!r} died; all {sum(e.published for e in died)} "
+                f"samples that it had published were handed out. It had accepted "
+                f"{sum(e.accepted for e in died)} requests; "
+                f"{sum(max(0, e.accepted - e.settled) for e in died)} of them were never published",
+                accepted=sum(end.accepted for end in died),
+                settled=sum(end.settled for end in died),
+            )
+
+    def _check_waiting(self) -> None:
+        if time.monotonic() >= self._give_up_at and not self._unattached():
+            raise RingMissing(missing_text(self.name))
+
+    def _unattached(self) -> bool:
+        """Whether a ring of the name is being made, or came since the last look."""
+        return any(
+            split_ring_name(file).generation not in {*self._views, *self._done}
+            for file in ring_files(self.name)
+        )
+
+    def _look_for_rings(self) -> int:
+        """Attaches rings that came since; returns the epoch of the look."""
+        epoch = self._member.registry.words.load(layout.EPOCH)
+        if epoch == self._epoch:
+            return epoch
+        pending = False
+        for file_name in ring_files(self.name):
+            generation = split_ring_name(file_name).generation
+            if generation in self._views or generation in self._done:
+                continue
+            try:
+                ring = RingSegment.attach(file_name, whole=True)
+            except ShmConnError:
+                if not self._follow and not self._views:
+                    raise
+                self._done.add(generation)
+                _log.exception("a ring was refused")
+                continue
+            if ring is None:
+                pending = True
+                # Its producer may have died while it made the ring: then it is unlinked here.
+                try_clean(self._member.registry, 0.0)
+            elif ring.registry_id != self._member.registry.id:
+                self._done.add(generation)
+                _log.error(
+                    "ring %s belongs to a registry that was removed by hand; it is not read",
+                    file_name,
+                )
+            else:
+                self._views[generation] = RingView(ring, counted=self._looked)
+        if not pending:
+            self._epoch = epoch
+        return epoch
+
+    # --- one request's sample -------------------------------------------------------------------
+
+    def get(self, handle: Any, timeout: float | None = None) -> Sample:
+        """The sample of one request.
+
+        Args:
+            handle: a reply's ``kv_transfer_params``, or the handle in it.
+            timeout: seconds to wait for it; None = until it comes or cannot come any more.
+
+        Raises:
+            OptionError: not a handle, or one of another ring.
+            SampleLost: the request yielded no sample; says why, and whether to retry.
+            SampleGone: this group was given it before, or its trace is overwritten.
+            NotReady: the timeout is over; says who holds it, if anybody does.
+            ProducerDied: the producer died before it took the request in, or published it.
+        """
+        wanted = Handle.parse(handle)
+        if wanted.ring != self.name:
+            raise OptionError(
+                f"the handle is of ring {wanted.ring!r}, this subscription reads {self.name!r}"
+            )
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._check_open()
+            self._bell.clear()
+            sample, held = self._find(wanted)
+            if sample is not None:
+                return sample
+            left = INTERVAL_S if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise NotReady(
+                    f"sample {wanted.number} of ring {self.name!r} did not come within "
+                    f"{timeout:g} s{held}"
+                )
+            self._bell.wait(left)
+
+    def _find(self, wanted: Handle) -> tuple[Sample | None, str]:
+        """The sample, or None and who holds it."""
+        self._look_for_rings()
+        view = self._views.get(wanted.generation)
+        if view is None:
+            if self._epoch >= 0 and not self._unattached():
+                raise SampleGone(
+                    f"sample {wanted.number} is of generation {wanted.generation}, which is not "
+                    f"there any more: its vLLM has ended and all groups had read it"
+                )
+            return None, ", its ring is not there yet"
+        words, shape = view.ring.words, view.ring.shape
+        fate = view.fate()
+        accepted = words.load(layout.ACCEPTED)
+        settled = words.load(layout.SETTLED)
+        for slot, seq in self._slots_of(view, wanted):
+            sample = self._member.claim_slot(view, slot, seq)
+            if sample is not None:
+                return sample, ""
+            word = words.load(shape.hold_at(self._member.group, slot))
+            if word >> 16 == seq and word & 0xFFFF == layout.RELEASED:
+                break
+            if word >> 16 == seq and 1 <= word & 0xFFFF <= layout.MEMBERS:
+                row = (word & 0xFFFF) - 1
+                pid = self._member.registry.member_word(self._member.group, row, layout.MEMBER_PID)
+                return None, f": pid {pid} of group {self.group!r} holds it"
+        self._check_tombstones(view, wanted)
+        if wanted.number <= settled:
+            raise SampleGone(
+                f"sample {wanted.number} of ring {self.name!r} was already delivered to group "
+                f"{self.group!r}, or is too old"
+            )
+        if fate is not None:
+            raise self._never(wanted, fate, accepted, settled)
+        return None, ", vLLM has not published it yet"
+
+    def _never(self, wanted: Handle, fate: str, accepted: int, settled: int) -> ProducerDied:
+        took = "published it" if wanted.number <= accepted else "took this request in"
+        verb = "died" if fate == "died" else "closed the ring"
+        return ProducerDied(
+            f"the producer of ring {self.name!r} {verb} before it {took} (request "
+            f"{wanted.number}): send it again once vLLM runs",
+            accepted=accepted,
+            settled=settled,
+        )
+
+    def _slots_of(self, view: RingView, wanted: Handle) -> Iterator[tuple[int, int]]:
+        """Slots whose row is of the wanted request, whole between two equal loads of seq."""
+        words, shape = view.ring.words, view.ring.shape
+        published = words.load(layout.PUBLISHED)
+        start = words.load(layout.START + 8 * self._member.group)
+        seqs = words.copy(layout.SEQ, shape.slots)
+        for slot in seqs.nonzero()[0]:
+            at = shape.row_at(int(slot))
+            seq = words.load(shape.seq_at(int(slot)))
+            if not max(1, start) <= seq <= published:
+                continue
+            number = words.load(at + layout.SLOT_NUMBER)
+            if number != wanted.number or words.load(shape.seq_at(int(slot))) != seq:
+                continue
+            with contextlib.suppress(SegmentCorrupt):
+                if Row.read(view.ring, int(slot)).digest == wanted.digest:
+                    yield int(slot), seq
+
+    def _check_tombstones(self, view: RingView, wanted: Handle) -> None:
+        words = view.ring.words
+        for index in range(layout.TOMBSTONES):
+            row = layout.TOMBSTONE_TABLE + index * layout.TOMBSTONE
+            stamp = words.load(row + layout.TOMB_INDEX)
+            if not stamp:
+                if index:
+                    continue
+                break
+            number = words.load(row + layout.TOMB_NUMBER)
+            code = words.load(row + layout.TOMB_REASON)
+            groups = words.load(row + layout.TOMB_GROUPS)
+            if number != wanted.number or words.load(row + layout.TOMB_INDEX) != stamp:
+                continue
+            reason = layout.REASONS[code] if code < len(layout.REASONS) else "fault"
+            blamed = [
+                self._member.registry.group_name(group)
+                for group in range(layout.GROUPS)
+                if groups >> group & 1
+            ]
+            if reason == "expired" and not groups >> self._member.group & 1:
+                continue
+            raise SampleLost(
+                f"request {wanted.number} of ring {self.name!r} has no sample: {reason}"
+                f"{f' (groups: {chr(44).join(blamed)})' if blamed else ''}",
+                reason=reason,
+                retry=reason in _RETRY,
+            )
+
+    # --- the rest -------------------------------------------------------------------------------
+
+    def unread(self) -> int:
+        """Published samples that the group has not taken yet, about."""
+        return sum(self._member.unread(view) for view in self._views.values())
+
+    @property
+    def lost(self) -> int:
+        """Requests that yielded no sample while we were joined; aborted ones do not count."""
+        by_reason = self.lost_by_reason
+        return sum(by_reason.values()) - by_reason.get("aborted", 0)
+
+    @property
+    def lost_by_reason(self) -> dict[str, int]:
+        """Requests that yielded no sample while we were joined, by reason; with aborted ones."""
+        lost = sum((view.lost() for view in list(self._views.values())), self._lost_in_ended)
+        return dict(lost + Counter(corrupt=self.corrupt))
+
+    @property
+    def leases(self) -> int:
+        """Samples that this process holds."""
+        return len(self._member.leases)
+
+    def close(self) -> None:
+        """Leaves the group; live tensors stay valid, and the group's place ends with them."""
+        self._close(clean=True)
+
+    def abandon(self) -> None:
+        """Ends like a death: the group's place and its unread samples are kept."""
+        self._close(clean=False)
+
+    def _close(self, *, clean: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._member.registry.locks.forked:
+            return
+        # Without a ring there is nothing to keep a place for.
+        clean = clean or not (self._views or self.ends)
+        if clean and not self.ended and not self.by_handle:
+            self._warn_of_unread()
+        self._views.clear()
+        self._member.leave(clean=clean)
+
+    def _warn_of_unread(self) -> None:
+        registry = self._member.registry
+        alone = registry.joined(self._member.group) == [self._member.row]
+        unread = self.unread()
+        if unread and alone and not registry.durable(self._member.group):
+            _log.warning(
+                "group %r leaves ring %r with %d samples unread; they are given up. "
+                "subscribe(durable=True) keeps them",
+                self.group,
+                self.name,
+                unread,
+            )
+
+    def _check_open(self) -> None:
+        self._member.registry.locks.check_process()
+        if self._closed:
+            raise Closed(f"the subscription of group {self.group!r} was closed")
+
+    def __enter__(self) -> "Subscription":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # After a producer's death all is read: nothing is left to keep the place for.
+        self._close(clean=kind is None or issubclass(kind, ProducerDied | RingMissing))
