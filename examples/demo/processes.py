@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Child processes of the demo: started in a session of their own, watched, and always ended."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+SHM = Path("/dev/shm")
+
+
+class Child:
+    """A command that runs in the background and writes to a log file.
+
+    It leads a session, so that Ctrl-C in the terminal reaches only the demo, which then ends its
+    children in order; and so that whatever the command started can be found and ended too.
+
+    Attributes:
+        shm: Names in /dev/shm that the session was seen to use.
+    """
+
+    def __init__(
+        self, name: str, command: list[str], log: Path, environment: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        self.log = log
+        self.shm: set[str] = set()
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        self.command = shlex.join(command)
+
+    @property
+    def code(self) -> int | None:
+        """Exit code; None while it runs."""
+        return self._process.poll()
+
+    def last_line(self) -> str:
+        """The last line of the log that says something."""
+        lines = self.tail(5)
+        return lines[-1] if lines else ""
+
+    def tail(self, count: int) -> list[str]:
+        """The last lines of the log that say something."""
+        with self.log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 200 * count))
+            text = file.read().decode("utf-8", "replace")
+        return [line for line in text.replace("\r", "\n").splitlines() if line.strip()][-count:]
+
+    def members(self) -> list[int]:
+        """Pids of the session's living processes."""
+        return [pid for pid in _pids() if _session(pid) == self._process.pid]
+
+    def look(self) -> None:
+        """Note which names in /dev/shm the session uses now."""
+        for pid in self.members():
+            self.shm |= _mapped(pid)
+
+    def terminate(self) -> None:
+        """Ask it to end: SIGTERM to the command itself."""
+        if self.code is None:
+            self._process.terminate()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Exit code, or None if it still runs after `timeout_s`."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def end(self, grace_s: float) -> None:
+        """SIGTERM, a wait of up to `grace_s`, then SIGKILL to what is left of the session."""
+        self.terminate()
+        self.wait(grace_s)
+        for pid in self.members():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self._process.wait()
+
+
+def shm_names() -> set[str]:
+    """What is in /dev/shm now."""
+    return {entry.name for entry in SHM.iterdir()}
+
+
+def unlink_unused(names: Iterable[str]) -> list[str]:
+    """Remove those names from /dev/shm that no process maps any more; returns them."""
+    used = set().union(*(_mapped(pid) for pid in _pids()))
+    removed = []
+    for name in sorted(set(names) - used):
+        try:
+            (SHM / name).unlink()
+        except FileNotFoundError:
+            continue
+        removed.append(name)
+    return removed
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+
+
+def _session(pid: int) -> int | None:
+    """Session of a living process; None for a zombie or one that is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The command's name stands in brackets and may hold anything; the rest is plain.
+    state, _parent, _group, session = stat.rpartition(")")[2].split()[:4]
+    return None if state in "ZX" else int(session)
+
+
+def _mapped(pid: int) -> set[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    paths = (line.split(maxsplit=5)[5] for line in lines if f" {SHM}/" in line)
+    return {Path(path).name for path in paths if not path.endswith(" (deleted)")}
