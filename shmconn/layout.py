@@ -6,7 +6,7 @@
     | magic version size id epoch  |             | magic version ... layer ids  | immutable
     | lock notes R, L[16]          |             +------------------------------+ 4096
     +------------------------------+ 256         | published accepted settled.. | one line each
-    | group rows [16]              |             | start[16]  lost[8]           |
+    | states, group rows [16]      |             | start[16]  lost[8]           |
     +------------------------------+ 4096        +------------------------------+ 8192
     | member rows [16][64]         |             | tombstones [4096]            |
     +------------------------------+ 266240      +------------------------------+ 270336
@@ -45,14 +45,14 @@ REGISTRY_ID = 24  # two words
 EPOCH = 40
 NOTE_R = 48
 NOTE_L = 64  # one word per group
-GROUP_ROWS = 256
+GROUP_STATES = 256  # one word per group
+GROUP_ROWS = 512
 GROUP_ROW = 128
 MEMBER_ROWS = 4096
 MEMBER_ROW = 256
 REGISTRY_SIZE = MEMBER_ROWS + GROUPS * MEMBERS * MEMBER_ROW
 
-# group row: state, kind, ttl, durable, length of the name, name
-GROUP_STATE = 0
+# group row
 GROUP_KIND = 8
 GROUP_DURABLE = 16
 GROUP_NAME_LENGTH = 24

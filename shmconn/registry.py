@@ -126,7 +126,7 @@ class Registry:
         words.store(layout.VERSION_AT, layout.VERSION)
         words.store(layout.SIZE_AT, layout.REGISTRY_SIZE)
         words.write(layout.REGISTRY_ID, secrets.token_bytes(16))
-        words.store(layout.group_row(0) + layout.GROUP_STATE, layout.NAMELESS)
+        words.store(layout.GROUP_STATES, layout.NAMELESS)
         words.store(layout.MAGIC, layout.REGISTRY_MAGIC)
 
     # --- lock R ---------------------------------------------------------------------------------
@@ -158,11 +158,15 @@ class Registry:
 
     def state(self, group: int) -> int:
         """State of a group row, by one load."""
-        return self.words.load(layout.group_row(group) + layout.GROUP_STATE)
+        return self.words.load(layout.GROUP_STATES + 8 * group)
 
     def set_state(self, group: int, state: int) -> None:
         """Stores a state. Under R."""
-        self.words.store(layout.group_row(group) + layout.GROUP_STATE, state)
+        self.words.store(layout.GROUP_STATES + 8 * group, state)
+
+    def states(self) -> list[int]:
+        """A copy of all states: a hint."""
+        return self.words.copy(layout.GROUP_STATES, layout.GROUPS).tolist()  # type: ignore[no-any-return]
 
     def group_name(self, group: int) -> str:
         """Name of an active group; meaningless in other states."""

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import posix_ipc
 
 from shmconn import layout
@@ -99,7 +100,9 @@ class Producer:
         self._lock = threading.RLock()
         self._pages = PageRuns(ring.shape.pages)
         self._free_slots = deque(range(ring.shape.slots))
-        self._stored: dict[int, Stored] = {}
+        self._stored: dict[int, Stored] = {}  # in order of publishing
+        # seq of each published slot, 0 elsewhere: what the shared column holds, kept apart.
+        self._seqs = np.zeros(ring.shape.slots, dtype=np.uint64)
         self._settled = 0
         self._settled_ahead: set[int] = set()
         self._published = 0
@@ -352,7 +355,7 @@ class Producer:
             if left <= 0:
                 raise TimeoutError(f"no room within {timeout:g} s: {self.stall_text()}")
             self._bell.wait(left)
-            self.tick()
+            self.expire()
 
     def accept(self, number: int) -> None:
         """Takes note of a request. Numbers rise; one thread calls this."""
@@ -461,15 +464,14 @@ class Producer:
             words.store(self.shape.seq_at(fill.slot), seq)
             self._published = seq
             self._store(layout.PUBLISHED, seq)
+            self._seqs[fill.slot] = seq
             self._stored[fill.slot] = Stored(
                 seq, fill.number, fill.request_id, fill.first_page, fill.pages, time.monotonic()
             )
             total = self._ring.words.load(layout.PUBLISHED_BYTES)
             self._store(layout.PUBLISHED_BYTES, total + fill.json_offset)
             self._settle(fill.number)
-            for group, bell in enumerate(self._group_bells):
-                if self._registry.state(group) != layout.FREE and bell.open():
-                    bell.post()
+            self._ring_bells()
             return Handle(self.name, self.generation, fill.number, digest)
 
     def discard(self, fill: Fill) -> None:
@@ -510,8 +512,11 @@ class Producer:
             total = sum(n for why, n in self._lost.items() if why != "expired")
             self._store(layout.LOST, total)
             self._settle(number)
-        for group, bell in enumerate(self._group_bells):
-            if self._registry.state(group) != layout.FREE and bell.open():
+        self._ring_bells()
+
+    def _ring_bells(self) -> None:
+        for state, bell in zip(self._registry.states(), self._group_bells, strict=True):
+            if state != layout.FREE and bell.open():
                 bell.post()
 
     def _settle(self, number: int) -> None:
@@ -538,6 +543,7 @@ class Producer:
             ]
             for slot in done:
                 self._ring.words.store(self.shape.seq_at(slot), 0)
+                self._seqs[slot] = 0
                 stored = self._stored.pop(slot)
                 self._pages.release(stored.first_page, stored.pages)
                 self._free_slots.append(slot)
@@ -547,22 +553,15 @@ class Producer:
 
     def _candidates(self) -> list[int]:
         """Slots worth a look, by a copy of the hold words: a hint, never a proof."""
-        if len(self._stored) < 64:
-            return list(self._stored)
-        import numpy as np
-
-        slots = np.fromiter(self._stored, dtype=np.int64)
-        seqs = np.fromiter((stored.seq for stored in self._stored.values()), dtype=np.uint64)
-        open_slots = np.ones(len(slots), dtype=bool)
-        for group in range(layout.GROUPS):
-            state = self._registry.state(group)
-            if state == layout.FREE:
-                continue
-            start = self._ring.words.load(layout.START + 8 * group)
-            hold = self._ring.words.copy(self.shape.hold_at(group, 0), self.shape.slots)[slots]
-            released = hold == (seqs << np.uint64(16) | np.uint64(layout.RELEASED))
-            open_slots &= released | (seqs < np.uint64(start))
-        return [int(slot) for slot in slots[open_slots]]
+        seqs = self._seqs
+        free = seqs != np.uint64(0)
+        released = seqs << np.uint64(16) | np.uint64(layout.RELEASED)
+        for group, state in enumerate(self._registry.states()):
+            if state != layout.FREE:
+                start = self._ring.words.load(layout.START + 8 * group)
+                hold = self._ring.words.copy(self.shape.hold_at(group, 0), self.shape.slots)
+                free &= (hold == released) | (seqs < np.uint64(start))
+        return [int(slot) for slot in np.flatnonzero(free)]
 
     def _heal_registering(self) -> None:
         """Frees the row of a registrant that died: nobody else holds R, and it still stands."""
@@ -579,13 +578,12 @@ class Producer:
         """Releases, for groups by handle, what nobody claimed in time; returns how many."""
         expired = 0
         with self._lock:
-            old = [
-                (slot, stored)
-                for slot, stored in self._stored.items()
-                if time.monotonic() - stored.since > self._ttl_s
-            ]
+            too_old = time.monotonic() - self._ttl_s
+            if not self._stored or next(iter(self._stored.values())).since > too_old:
+                return 0
+            old = [(slot, kept) for slot, kept in self._stored.items() if kept.since < too_old]
             for group in range(layout.GROUPS):
-                if not old or self._registry.state(group) != layout.ACTIVE:
+                if self._registry.state(group) != layout.ACTIVE:
                     continue
                 if self._registry.by_handle(group) and self._registry.try_lock_claims(group):
                     expired += sum(self._expire(group, slot, stored) for slot, stored in old)
