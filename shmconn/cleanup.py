@@ -47,6 +47,7 @@ def clean_up(registry: Registry, *, backlog_counts: bool, force: bool = False) -
     if not registry.file.current():
         # The name leads to another registry by now: what lies there is not ours to judge.
         return swept
+    registry.undo_dead_registrants()
     for file_name in ring_files(registry.name):
         state = _state(registry, file_name, backlog_counts)
         if state == "gone" or (force and state == "waiting"):
@@ -98,7 +99,7 @@ def _waits(
 def _remove_unused(registry: Registry) -> None:
     """Unlinks the registry if no ring is left and no group or process uses it. Under R."""
     states = (registry.state(group) for group in range(layout.GROUPS))
-    if any(state in (layout.ACTIVE, layout.REGISTERING) for state in states):
+    if layout.ACTIVE in states:
         return
     # Whoever waits for R holds none, and finds by the link count that the name has gone.
     if ring_files(registry.name) or registry.locks.held(layout.LOCK_R + 1, layout.LOCK_R):

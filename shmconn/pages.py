@@ -17,8 +17,8 @@ class PageRuns:
     def allocate(self, count: int) -> int | None:
         """First page of a free run of ``count`` pages, or None if there is no such run.
 
-        The search begins where the last one ended: pages are used evenly, and a slot that was
-        just released is not the first to be filled again.
+        The search begins where the last one ended, so that long runs are not nibbled at their
+        beginning by every short sample.
         """
         if count > self.free:
             return None

@@ -227,10 +227,7 @@ class Registry:
             OptionError: the group is there with the other kind.
             RegistryFull: all rows are taken.
         """
-        for group in range(layout.GROUPS):
-            if self.state(group) == layout.REGISTERING:
-                # We hold R, so whoever was registering is dead.
-                self.set_state(group, layout.FREE)
+        self.undo_dead_registrants()
         group_at = self.find(wish.name)
         if group_at is not None:
             if self.by_handle(group_at) != wish.by_handle:
@@ -276,8 +273,19 @@ class Registry:
                 published = ring.words.load(layout.PUBLISHED)
                 ring.words.store(layout.START + 8 * group, published + 1)
 
+    def undo_dead_registrants(self) -> None:
+        """Frees rows that are being registered: we hold R, so whoever did it is dead. Under R.
+
+        Done before any decision by the states: counting such a row as used could leave no row at
+        all that needs what comes next.
+        """
+        for group in range(layout.GROUPS):
+            if self.state(group) == layout.REGISTERING:
+                self.set_state(group, layout.FREE)
+
     def dissolve(self, group: int) -> None:
         """Removes a group without members; its unread samples are given up. Under R."""
+        self.undo_dead_registrants()
         others = (self.state(other) for other in range(layout.GROUPS) if other != group)
         if any(state != layout.FREE for state in others):
             self.set_state(group, layout.FREE)

@@ -564,15 +564,11 @@ class Producer:
         return [int(slot) for slot in np.flatnonzero(free)]
 
     def _heal_registering(self) -> None:
-        """Frees the row of a registrant that died: nobody else holds R, and it still stands."""
+        """Frees the row of a registrant that died, by one try of R; else it blocks all reclaim."""
         registry = self._registry
-        for group in range(layout.GROUPS):
-            if registry.state(group) == layout.REGISTERING and registry.locks.try_lock(
-                layout.LOCK_R
-            ):
-                if registry.state(group) == layout.REGISTERING:
-                    registry.set_state(group, layout.FREE)
-                registry.locks.unlock(layout.LOCK_R)
+        if layout.REGISTERING in registry.states() and registry.locks.try_lock(layout.LOCK_R):
+            registry.undo_dead_registrants()
+            registry.locks.unlock(layout.LOCK_R)
 
     def expire(self) -> int:
         """Releases, for groups by handle, what nobody claimed in time; returns how many."""
@@ -695,7 +691,7 @@ def _start(registry: Registry, plan: _Plan) -> tuple[RingSegment, Doorbell]:
     """Makes the ring; R is held on entry and free on return, also after an error."""
     generation = secrets.token_bytes(16)
     file_name = ring_file(plan.name, generation.hex())
-    made: list[int] = []
+    made: list[str] = []
     file = None
     try:
         # The name and lock P come under R, so that a ring without P is dead, never newborn.
@@ -703,8 +699,8 @@ def _start(registry: Registry, plan: _Plan) -> tuple[RingSegment, Doorbell]:
         file.locks.try_lock(layout.LOCK_P)
         bell = Doorbell(file_name, create=True, mode=plan.mode)
         for wish in plan.groups:
-            group, new = registry.register(wish, plan.mode)
-            made += [group] if new else []
+            _, new = registry.register(wish, plan.mode)
+            made += [wish.name] if new else []
         epoch = registry.words.load(layout.EPOCH)
         registry.words.store(layout.EPOCH, epoch + 1)
     except BaseException:
@@ -722,13 +718,16 @@ def _start(registry: Registry, plan: _Plan) -> tuple[RingSegment, Doorbell]:
         raise
 
 
-def _undo(registry: Registry, file_name: str, file: ShmFile | None, made: list[int]) -> None:
+def _undo(registry: Registry, file_name: str, file: ShmFile | None, made: list[str]) -> None:
     if file is not None:
         unlink_doorbell(file_name)
         unlink(file_name)
         file.close()
-    for group in made:
-        registry.dissolve(group)
+    for name in made:
+        group = registry.find(name)
+        # R was free meanwhile: somebody may have joined, and the group is his now.
+        if group is not None and not registry.joined(group):
+            registry.dissolve(group)
     clean_up(registry, backlog_counts=True)
 
 

@@ -150,11 +150,11 @@ class Subscription:
         self._views: dict[str, RingView] = {}
         self._turn = 0
         self._closed = False
-        self._first_epoch = member.registry.words.load(layout.EPOCH)
         self._epoch = -1
         self._looked = False
         self._done: set[str] = set()  # generations that ended or were refused
         self._lost_in_ended: Counter[str] = Counter()
+        self._ended: dict[str, RingView] = {}  # still asked by get(): what was lost, and why
         self._give_up_at = time.monotonic() + wait_s
         self.ended = False
         try:
@@ -237,6 +237,9 @@ class Subscription:
         )
         self._lost_in_ended += view.lost()
         del self._views[view.generation]
+        if self._follow:
+            self._ended.clear()
+        self._ended[view.generation] = view
         self._done.add(view.generation)
         try_clean(self._member.registry, 0.0)
 
@@ -245,7 +248,7 @@ class Subscription:
             return
         if self._member.registry.words.load(layout.EPOCH) != epoch:
             return
-        if not self.ends and epoch == self._first_epoch:
+        if not self.ends:
             self._check_waiting()
             return
         if self._follow or self._unattached():
@@ -346,7 +349,7 @@ class Subscription:
     def _find(self, wanted: Handle) -> tuple[Sample | None, str]:
         """The sample, or None and who holds it."""
         self._look_for_rings()
-        view = self._views.get(wanted.generation)
+        view = self._views.get(wanted.generation) or self._ended.get(wanted.generation)
         if view is None:
             if self._epoch >= 0 and not self._unattached():
                 raise SampleGone(
@@ -358,19 +361,23 @@ class Subscription:
         fate = view.fate()
         accepted = words.load(layout.ACCEPTED)
         settled = words.load(layout.SETTLED)
+        released = False
         for slot, seq in self._slots_of(view, wanted):
             sample = self._member.claim_slot(view, slot, seq)
             if sample is not None:
                 return sample, ""
             word = words.load(shape.hold_at(self._member.group, slot))
-            if word >> 16 == seq and word & 0xFFFF == layout.RELEASED:
+            code = word & 0xFFFF
+            released = word == layout.hold_word(seq, layout.RELEASED)
+            if released:
                 break
-            if word >> 16 == seq and 1 <= word & 0xFFFF <= layout.MEMBERS:
-                row = (word & 0xFFFF) - 1
-                pid = self._member.registry.member_word(self._member.group, row, layout.MEMBER_PID)
-                return None, f": pid {pid} of group {self.group!r} holds it"
+            if word >> 16 != seq or not 1 <= code <= layout.MEMBERS:
+                # Its holder gave it back since the claim was tried.
+                return None, ""
+            pid = self._member.registry.member_word(self._member.group, code - 1, layout.MEMBER_PID)
+            return None, f": pid {pid} of group {self.group!r} holds it"
         self._check_tombstones(view, wanted)
-        if wanted.number <= settled:
+        if released or wanted.number <= settled:
             raise SampleGone(
                 f"sample {wanted.number} of ring {self.name!r} was already delivered to group "
                 f"{self.group!r}, or is too old"
@@ -478,6 +485,7 @@ class Subscription:
         if clean and not self.ended and not self.by_handle:
             self._warn_of_unread()
         self._views.clear()
+        self._ended.clear()
         self._member.leave(clean=clean)
 
     def _warn_of_unread(self) -> None:
