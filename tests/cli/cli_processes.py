@@ -39,6 +39,15 @@ class Process:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running: {self.out}\n{self.err}") from None
 
+    def until(self, true: Callable[[], object]) -> None:
+        """Wait for something that this process must bring about."""
+        until(lambda: true() or self.child.poll() is not None, lambda: self.out + self.err)
+        assert true(), f"exit {self.child.returncode}: {self.out}{self.err}"
+
+    def says(self, text: str) -> None:
+        """Wait until it said something on stderr."""
+        self.until(lambda: text in self.err)
+
     def signal(self, number: int) -> None:
         self.child.send_signal(number)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_processes import until
 from cli_producer import LAYERS, ids_of, states_of, tokens_of
 from safetensors import safe_open
 
@@ -56,7 +55,7 @@ def test_a_drain_may_wait_for_its_ring_and_misses_nothing(
     ring, producer, shmconn, tmp_path
 ) -> None:
     drain = shmconn("drain", ring, "--to", tmp_path, "--wait", 60)
-    until(lambda: "writes to" in drain.err, lambda: drain.err)
+    drain.says("writes to")
     source = producer()
     source.put(1, 20)
     source.close()
@@ -96,7 +95,7 @@ def test_an_output_that_cannot_be_written_is_told_before_joining(
 def test_two_outputs_both_get_everything(ring, producer, shmconn, tmp_path) -> None:
     source = producer()
     drain = shmconn("drain", ring, "--to", tmp_path / "a", "--to", tmp_path / "b")
-    until(lambda: drain.err.count("writes to") == 2, lambda: drain.err)
+    drain.until(lambda: drain.err.count("writes to") == 2)
     source.put(1, 50)
     source.close()
     assert drain.wait() == 0, drain.err
@@ -109,7 +108,7 @@ def test_a_lost_sample_is_counted_by_reason_and_ends_with_3(
 ) -> None:
     source = producer()
     drain = shmconn("drain", ring, "--to", tmp_path)
-    until(lambda: "writes to" in drain.err, lambda: drain.err)
+    drain.says("writes to")
     source.put(1, 3)
     source.bury(4, "short")
     source.bury(5, "aborted")
@@ -122,7 +121,7 @@ def test_a_lost_sample_is_counted_by_reason_and_ends_with_3(
 def test_an_aborted_request_is_no_loss(ring, producer, shmconn, tmp_path) -> None:
     source = producer()
     drain = shmconn("drain", ring, "--to", tmp_path)
-    until(lambda: "writes to" in drain.err, lambda: drain.err)
+    drain.says("writes to")
     source.bury(1, "aborted")
     source.close()
     assert drain.wait() == 0, drain.err
@@ -147,10 +146,10 @@ def test_a_drain_that_follows_goes_on_with_the_next_generation(
     drain = shmconn("drain", ring, "--to", tmp_path, "--follow")
     source.put(1, 10)
     source.kill()
-    until(lambda: "died" in drain.err, lambda: drain.err)
+    drain.says("died")
     source = producer()
     source.put(11, 10)
-    until(lambda: len(samples(tmp_path)) == 20, lambda: drain.err)
+    drain.until(lambda: len(samples(tmp_path)) == 20)
     drain.signal(signal.SIGTERM)
     assert drain.wait() == 143, drain.err
     check(tmp_path, range(1, 21))
@@ -165,7 +164,7 @@ def test_a_signal_finishes_what_is_written_and_keeps_the_place(
     source = producer()
     drain = shmconn("drain", ring, "--to", tmp_path)
     source.put(1, 10)
-    until(lambda: len(samples(tmp_path)) == 10, lambda: drain.err)
+    drain.until(lambda: len(samples(tmp_path)) == 10)
     drain.signal(number)
     assert drain.wait() == code, drain.err
     assert "run the same command again" in drain.out
@@ -183,7 +182,7 @@ def test_a_killed_drain_goes_on_where_it_was_and_rewrites_nothing(
     source = producer(size="32MiB")
     source.put(1, 100)
     drain = shmconn("drain", ring, "--to", tmp_path)
-    until(lambda: len(samples(tmp_path)) >= 10, lambda: drain.err)
+    drain.until(lambda: len(samples(tmp_path)) >= 10)
     drain.kill()
     before = {file.name: file.stat().st_mtime_ns for file in samples(tmp_path)}
     source.put(101, 50)
