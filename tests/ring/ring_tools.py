@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples that tell which they are, and waits that end."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -8,7 +9,8 @@ from typing import Any
 
 import torch
 
-from shmconn import Producer
+from shmconn import Producer, RingMissing
+from shmconn.directory import groups, remove_group, remove_rings
 
 LAYERS = [2, 18]
 HIDDEN = 64
@@ -44,3 +46,15 @@ def until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> 
     while not condition():
         assert time.monotonic() < deadline, f"timed out waiting for {what}"
         time.sleep(0.005)
+
+
+def give_up(producer: Producer) -> None:
+    """Closes a ring and gives up what this test left unread in it, as a person would."""
+    producer.close()
+    with contextlib.suppress(RingMissing):
+        alive = lambda: any(group.alive for group in groups(producer.name))  # noqa: E731
+        until(lambda: not alive(), "the members to leave")
+        for group in groups(producer.name):
+            if group.name:
+                remove_group(producer.name, group.name)
+        remove_rings(producer.name)
