@@ -217,7 +217,10 @@ class Copier:
                 self._producer.discard(fill)
                 raise
             logger.exception("shmconn: a fault after publishing request %r", work.request_id)
-        self._tally.published(fill.states.nbytes, time.monotonic() - began)
+        try:
+            self._tally.published(fill.states.nbytes, time.monotonic() - began)
+        except Exception:
+            logger.exception("shmconn: request %r is missing from the metrics", work.request_id)
         return None
 
     def _holding(self) -> None:

@@ -85,8 +85,7 @@ class Registry:
             file.close()
         try:
             if file.size < layout.REGISTRY_SIZE or _magic(file) == 0:
-                if not create:
-                    raise RingMissing(f"the registry of ring {name!r} is empty")
+                # Nobody else is making it, for we hold R: its maker died, or it is ours to make.
                 cls._make(file)
             registry = cls(file)
         except BaseException:

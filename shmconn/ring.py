@@ -13,74 +13,28 @@ Reclaim looks at the need of each published slot (need.py), without a lock and w
 need only ever falls.
 """
 
-import os
-import secrets
-import socket
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import posix_ipc
-
 from shmconn import layout
-from shmconn.cleanup import clean_up, sweep_others, try_clean
+from shmconn.cleanup import try_clean
 from shmconn.doorbell import INTERVAL_S, Doorbell, group_doorbell
-from shmconn.doorbell import unlink as unlink_doorbell
 from shmconn.errors import Closed, OptionError, Oversized
 from shmconn.fill import Fill, Stored, encode_json, encode_token_ids
-from shmconn.handle import Handle, check_name, digest_of, format_size, parse_size
+from shmconn.handle import Handle, digest_of, format_size
 from shmconn.layout import RingShape
-from shmconn.need import needed
-from shmconn.pages import PageRuns
-from shmconn.registry import Group, Registry
-from shmconn.segment import RingSegment, ShmFile, ring_file, unlink
+from shmconn.ledger import Ledger
+from shmconn.slots import Slots
 from shmconn.stall import Blocker, Stall
-from shmconn.words import Words
+from shmconn.start import Plan, Started, start
 
 if TYPE_CHECKING:
     import torch
 
 _ROW = struct.Struct("<Q16s11QQ")
-
-
-def parse_groups(groups: Iterable[object]) -> list[Group]:
-    """Groups from names or ``{"name": ..., "by_handle": ...}``.
-
-    Raises:
-        OptionError: another form, or a name that is not allowed.
-    """
-    parsed = []
-    for group in groups:
-        if isinstance(group, str):
-            group = {"name": group}
-        if not isinstance(group, Mapping) or not {"name"} <= set(group) <= {"name", "by_handle"}:
-            raise OptionError(
-                f"group {group!r} must be a name or {{'name': ..., 'by_handle': ...}}"
-            )
-        by_handle = group.get("by_handle", False)
-        if not isinstance(by_handle, bool):
-            raise OptionError(f"by_handle {by_handle!r} of group {group['name']!r} must be a bool")
-        parsed.append(Group(check_name(group["name"], "group"), by_handle))
-    return parsed
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The checked options of a new ring."""
-
-    name: str
-    shape: RingShape
-    layer_ids: tuple[int, ...]
-    hidden_size: int
-    dtype: str
-    groups: list[Group]
-    mode: int
-    engine_id: str
 
 
 class Producer:
@@ -90,30 +44,21 @@ class Producer:
     without ``close`` counts as its death. Methods may be called from several threads.
     """
 
-    def __init__(
-        self, ring: RingSegment, registry: Registry, bell: Doorbell, ttl_s: float, left: list[str]
-    ) -> None:
-        self._ring = ring
-        self._registry = registry
-        self._bell = bell
-        self._ttl_s = ttl_s
+    def __init__(self, started: Started, ttl_s: float) -> None:
+        self.leftovers = started.left
+        self._ring = started.ring
+        self._registry = started.registry
+        self._bell = started.bell
         self._lock = threading.RLock()
-        self._pages = PageRuns(ring.shape.pages)
-        self._free_slots = deque(range(ring.shape.slots))
-        self._stored: dict[int, Stored] = {}  # in order of publishing
-        # seq of each published slot, 0 elsewhere: what the shared column holds, kept apart.
-        self._seqs = np.zeros(ring.shape.slots, dtype=np.uint64)
-        self._settled = 0
-        self._settled_ahead: set[int] = set()
+        self._slots = Slots(self._ring, self._registry)
+        self._ledger = Ledger(self._ring.words)
+        self._ttl_s = ttl_s
         self._published = 0
-        self._tombstones = 0
-        self._lost: dict[str, int] = dict.fromkeys(layout.REASONS, 0)
         self._group_bells = [
-            Doorbell(group_doorbell(ring.name, group)) for group in range(layout.GROUPS)
+            Doorbell(group_doorbell(self.name, group)) for group in range(layout.GROUPS)
         ]
-        self._stall = Stall(registry, ring)
+        self._stall = Stall(self._registry, self._ring)
         self._closed = False
-        self.leftovers = left
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -155,30 +100,10 @@ class Producer:
             Busy: the registry is locked for 5 s; names the holder.
             RegistryFull: there are more than 16 groups.
         """
-        plan = _Plan(
-            check_name(name),
-            _check_shape(size, page_size, slots, layer_ids, hidden_size, dtype),
-            tuple(layer_ids),
-            hidden_size,
-            dtype,
-            parse_groups(groups),
-            mode,
-            engine_id,
+        plan = Plan.checked(
+            name, size, layer_ids, hidden_size, dtype, page_size, slots, groups, mode, engine_id
         )
-        registry = Registry.open(plan.name, mode=mode)
-        try:
-            left = clean_up(registry, backlog_counts=False).waiting
-            if not registry.file.current():
-                # The clean-up found nothing in use and took the registry too.
-                registry.unlock()
-                registry.close()
-                registry = Registry.open(plan.name, mode=mode)
-            ring, bell = _start(registry, plan)
-        except BaseException:
-            registry.close()
-            raise
-        sweep_others(plan.name)
-        return cls(ring, registry, bell, unclaimed_ttl_s, left)
+        return cls(start(plan), unclaimed_ttl_s)
 
     def close(self) -> None:
         """Ends the ring cleanly: readers get all that was published, then a normal end."""
@@ -188,9 +113,8 @@ class Producer:
             self._closed = True
             if self._ring.file.locks.forked:
                 return
-            for number in range(self._settled + 1, self.accepted + 1):
-                if number not in self._settled_ahead:
-                    self._entomb(number, bytes(16), "shutdown", 0)
+            for number in self._ledger.open_up_to(self.accepted):
+                self._ledger.entomb(number, bytes(16), "shutdown", 0)
             self._store(layout.CLOSED, 1)
             self._ring.file.close()
             for bell in self._group_bells:
@@ -249,12 +173,12 @@ class Producer:
     @property
     def free_pages(self) -> int:
         """Pages that nothing uses, as of the last reclaim."""
-        return self._pages.free
+        return self._slots.pages.free
 
     @property
     def free_slots(self) -> int:
         """Slots that nothing uses, as of the last reclaim."""
-        return len(self._free_slots)
+        return len(self._slots.free)
 
     @property
     def published(self) -> int:
@@ -269,12 +193,12 @@ class Producer:
     @property
     def settled(self) -> int:
         """Every request up to this number was published or has a tombstone."""
-        return self._settled
+        return self._ledger.settled
 
     @property
     def lost(self) -> dict[str, int]:
         """Tombstones by reason. An expired sample was published before and counts here too."""
-        return dict(self._lost)
+        return dict(self._ledger.lost)
 
     @property
     def data_area(self) -> memoryview:
@@ -404,14 +328,13 @@ class Producer:
                 "its pages: make the ring larger (ring_size)"
             )
         count = -(-total // self.shape.page_size)
-        first = self._take(count)
-        if first is None:
+        taken = self._slots.take(count)
+        if taken is None:
             self.reclaim()
-            first = self._take(count)
-            if first is None:
+            taken = self._slots.take(count)
+            if taken is None:
                 return None
-        slot = self._free_slots.popleft()
-        self._show_free()
+        slot, first = taken
         start = self.shape.page_at(first)
         # A view of the map itself: it keeps the pages mapped as long as anybody fills them.
         run = memoryview(self._ring.map)[start : start + total]
@@ -432,9 +355,6 @@ class Producer:
             json_bytes=len(text),
             states=run[:states_bytes],
         )
-
-    def _take(self, count: int) -> int | None:
-        return self._pages.allocate(count) if self._free_slots else None
 
     def publish(self, fill: Fill) -> Handle:
         """Makes a filled sample visible to all groups. Its pages must be whole by now."""
@@ -464,22 +384,22 @@ class Producer:
             words.store(self.shape.seq_at(fill.slot), seq)
             self._published = seq
             self._store(layout.PUBLISHED, seq)
-            self._seqs[fill.slot] = seq
-            self._stored[fill.slot] = Stored(
-                seq, fill.number, fill.request_id, fill.first_page, fill.pages, time.monotonic()
+            self._slots.keep(
+                fill.slot,
+                Stored(
+                    seq, fill.number, fill.request_id, fill.first_page, fill.pages, time.monotonic()
+                ),
             )
             total = self._ring.words.load(layout.PUBLISHED_BYTES)
             self._store(layout.PUBLISHED_BYTES, total + fill.json_offset)
-            self._settle(fill.number)
+            self._ledger.settle(fill.number)
             self._ring_bells()
             return Handle(self.name, self.generation, fill.number, digest)
 
     def discard(self, fill: Fill) -> None:
         """Gives a slot back that was not published. Nothing may write into it any more."""
         with self._lock:
-            self._pages.release(fill.first_page, fill.pages)
-            self._free_slots.append(fill.slot)
-            self._show_free()
+            self._slots.give_back(fill.slot, fill.first_page, fill.pages)
 
     def bury(self, number: int, request_id: str, reason: str, mask: int = 0) -> None:
         """Records that a request yields no sample, and why.
@@ -492,117 +412,31 @@ class Producer:
         """
         with self._lock:
             self._check_open()
-            self._entomb(number, bytes.fromhex(digest_of(request_id)), reason, mask)
-
-    def _entomb(self, number: int, digest: bytes, reason: str, mask: int) -> None:
-        code = layout.REASONS.index(reason)
-        index = self._tombstones + 1
-        row = layout.TOMBSTONE_TABLE + self._tombstones % layout.TOMBSTONES * layout.TOMBSTONE
-        words = self._ring.words
-        words.store(row + layout.TOMB_INDEX, 0)
-        words.store(row + layout.TOMB_NUMBER, number)
-        words.write(row + layout.TOMB_DIGEST, digest)
-        words.store(row + layout.TOMB_REASON, code)
-        words.store(row + layout.TOMB_GROUPS, mask)
-        words.store(row + layout.TOMB_INDEX, index)
-        self._tombstones = index
-        self._lost[reason] += 1
-        words.store(layout.LOST_BY_REASON + 8 * code, self._lost[reason])
-        if reason != "expired":
-            total = sum(n for why, n in self._lost.items() if why != "expired")
-            self._store(layout.LOST, total)
-            self._settle(number)
-        self._ring_bells()
+            self._ledger.entomb(number, bytes.fromhex(digest_of(request_id)), reason, mask)
+            self._ring_bells()
 
     def _ring_bells(self) -> None:
         for state, bell in zip(self._registry.states(), self._group_bells, strict=True):
             if state != layout.FREE and bell.open():
                 bell.post()
 
-    def _settle(self, number: int) -> None:
-        self._settled_ahead.add(number)
-        while self._settled + 1 in self._settled_ahead:
-            self._settled += 1
-            self._settled_ahead.remove(self._settled)
-        self._store(layout.SETTLED, self._settled)
-
     # --- making room ----------------------------------------------------------------------------
 
     def reclaim(self) -> int:
         """Takes back the slots that no group needs; returns how many. Never waits."""
         with self._lock:
-            if not self._stored:
-                return 0
-            # A fence: the loads below are not older than our last store of `published`.
-            self._ring.file.locks.held(layout.LOCK_P)
-            self._heal_registering()
-            done = [
-                slot
-                for slot in self._candidates()
-                if not needed(self._registry, self._ring, slot, self._stored[slot].seq)
-            ]
-            for slot in done:
-                self._ring.words.store(self.shape.seq_at(slot), 0)
-                self._seqs[slot] = 0
-                stored = self._stored.pop(slot)
-                self._pages.release(stored.first_page, stored.pages)
-                self._free_slots.append(slot)
-            if done:
-                self._show_free()
-            return len(done)
-
-    def _candidates(self) -> list[int]:
-        """Slots worth a look, by a copy of the hold words: a hint, never a proof."""
-        seqs = self._seqs
-        free = seqs != np.uint64(0)
-        released = seqs << np.uint64(16) | np.uint64(layout.RELEASED)
-        for group, state in enumerate(self._registry.states()):
-            if state != layout.FREE:
-                start = self._ring.words.load(layout.START + 8 * group)
-                hold = self._ring.words.copy(self.shape.hold_at(group, 0), self.shape.slots)
-                free &= (hold == released) | (seqs < np.uint64(start))
-        return [int(slot) for slot in np.flatnonzero(free)]
-
-    def _heal_registering(self) -> None:
-        """Frees the row of a registrant that died, by one try of R; else it blocks all reclaim."""
-        registry = self._registry
-        if layout.REGISTERING in registry.states() and registry.locks.try_lock(layout.LOCK_R):
-            registry.undo_dead_registrants()
-            registry.locks.unlock(layout.LOCK_R)
+            return self._slots.reclaim()
 
     def expire(self) -> int:
         """Releases, for groups by handle, what nobody claimed in time; returns how many."""
-        expired = 0
         with self._lock:
-            too_old = time.monotonic() - self._ttl_s
-            if not self._stored or next(iter(self._stored.values())).since > too_old:
-                return 0
-            old = [(slot, kept) for slot, kept in self._stored.items() if kept.since < too_old]
-            for group in range(layout.GROUPS):
-                if self._registry.state(group) != layout.ACTIVE:
-                    continue
-                if self._registry.by_handle(group) and self._registry.try_lock_claims(group):
-                    expired += sum(self._expire(group, slot, stored) for slot, stored in old)
-                    self._registry.unlock_claims(group)
-        return expired
-
-    def _expire(self, group: int, slot: int, stored: Stored) -> bool:
-        at = self.shape.hold_at(group, slot)
-        word = self._ring.words.load(at)
-        claimed = word >> 16 == stored.seq and word & 0xFFFF != layout.UNCLAIMED
-        if stored.seq < self._ring.words.load(layout.START + 8 * group):
-            return False
-        if claimed:
-            code = word & 0xFFFF
-            if code == layout.RELEASED or self._registry.alive(group, code - 1):
-                return False
-            if self._ring.words.load(at) != word:
-                return False
-        self._ring.words.store(at, layout.hold_word(stored.seq, layout.RELEASED))
-        self._entomb(
-            stored.number, bytes.fromhex(digest_of(stored.request_id)), "expired", 1 << group
-        )
-        return True
+            expired = self._slots.expire(time.monotonic() - self._ttl_s)
+            for group, stored in expired:
+                digest = bytes.fromhex(digest_of(stored.request_id))
+                self._ledger.entomb(stored.number, digest, "expired", 1 << group)
+            if expired:
+                self._ring_bells()
+            return len(expired)
 
     def tick(self) -> None:
         """Reclaims and expires; to be called now and then while waiting."""
@@ -628,135 +462,24 @@ class Producer:
     def can_progress(self) -> bool:
         """Whether some published slot is needed only by groups that have a live member."""
         with self._lock:
-            return self._stall.can_progress(self._stored)
+            return self._stall.can_progress(self._slots.stored)
 
     def blockers(self) -> list[Blocker]:
         """The groups that need the oldest sample, and the member that holds it."""
         with self._lock:
-            return self._stall.blockers(self._stored)
+            return self._stall.blockers(self._slots.stored)
 
     def stall_text(self) -> str:
         """One line for people: how full, what is oldest, who holds it, what helps."""
         with self._lock:
-            return self._stall.text(self._stored, self.free_pages, self.free_slots)
+            return self._stall.text(self._slots.stored, self.free_pages, self.free_slots)
 
     # --- small things ---------------------------------------------------------------------------
 
     def _store(self, at: int, value: int) -> None:
         self._ring.words.store(at, value)
 
-    def _show_free(self) -> None:
-        self._store(layout.FREE_PAGES, self._pages.free)
-        self._store(layout.FREE_SLOTS, len(self._free_slots))
-
     def _check_open(self) -> None:
         self._ring.file.locks.check_process()
         if self._closed:
             raise Closed(f"ring {self.name!r} was closed by its producer")
-
-
-def _check_shape(
-    size: int | str,
-    page_size: int | str,
-    slots: int | None,
-    layer_ids: Sequence[int],
-    hidden_size: int,
-    dtype: str,
-) -> RingShape:
-    size = parse_size(size, "ring size")
-    page_size = parse_size(page_size, "page size")
-    if page_size < layout.MIN_PAGE or page_size & (page_size - 1):
-        raise OptionError(f"page size {page_size} must be a power of two, 65536 or more")
-    if slots is not None and not 1 <= slots <= layout.MAX_SLOTS:
-        raise OptionError(f"slots {slots} must be 1 to {layout.MAX_SLOTS}")
-    if not 1 <= len(layer_ids) <= layout.MAX_LAYERS:
-        raise OptionError(f"{len(layer_ids)} layers: a ring takes 1 to {layout.MAX_LAYERS}")
-    if any(not isinstance(layer, int) or not 0 <= layer <= 1 << 20 for layer in layer_ids):
-        raise OptionError(f"layer ids {list(layer_ids)} must be whole numbers from 0 up")
-    if not 1 <= hidden_size <= 1 << 24:
-        raise OptionError(f"hidden size {hidden_size} must be 1 to {1 << 24}")
-    if dtype not in layout.DTYPES:
-        raise OptionError(f"dtype {dtype!r} is not one of {', '.join(layout.DTYPES)}")
-    shape = RingShape.of_size(size, page_size, slots)
-    if shape.pages < 3:
-        least = RingShape(page_size, 3, slots or 3).size
-        raise OptionError(
-            f"ring size {format_size(size)} is too small: three pages of "
-            f"{format_size(page_size)} and the tables need {format_size(least)}"
-        )
-    return shape
-
-
-def _start(registry: Registry, plan: _Plan) -> tuple[RingSegment, Doorbell]:
-    """Makes the ring; R is held on entry and free on return, also after an error."""
-    generation = secrets.token_bytes(16)
-    file_name = ring_file(plan.name, generation.hex())
-    made: list[str] = []
-    file = None
-    try:
-        # The name and lock P come under R, so that a ring without P is dead, never newborn.
-        file = ShmFile(file_name, posix_ipc.O_CREX, plan.mode)
-        file.locks.try_lock(layout.LOCK_P)
-        bell = Doorbell(file_name, create=True, mode=plan.mode)
-        for wish in plan.groups:
-            _, new = registry.register(wish, plan.mode)
-            made += [wish.name] if new else []
-        epoch = registry.words.load(layout.EPOCH)
-        registry.words.store(layout.EPOCH, epoch + 1)
-    except BaseException:
-        _undo(registry, file_name, file, made)
-        registry.unlock()
-        raise
-    registry.unlock()
-    try:
-        file.reserve(plan.shape.size, f"ring {plan.name!r}")
-        _write_head(file, registry, plan, generation)
-        return RingSegment(file, whole=True), bell
-    except BaseException:
-        with registry.exclusive():
-            _undo(registry, file_name, file, made)
-        raise
-
-
-def _undo(registry: Registry, file_name: str, file: ShmFile | None, made: list[str]) -> None:
-    if file is not None:
-        unlink_doorbell(file_name)
-        unlink(file_name)
-        file.close()
-    for name in made:
-        group = registry.find(name)
-        # R was free meanwhile: somebody may have joined, and the group is his now.
-        if group is not None and not registry.joined(group):
-            registry.dissolve(group)
-    clean_up(registry, backlog_counts=True)
-
-
-def _write_head(file: ShmFile, registry: Registry, plan: _Plan, generation: bytes) -> None:
-    words = Words(file.map(layout.TOMBSTONE_TABLE))
-    engine_id = plan.engine_id.encode()[: layout.ENGINE_ID_BYTES]
-    host = socket.gethostname().encode()[: layout.HOST_BYTES]
-    for at, value in (
-        (layout.VERSION_AT, layout.VERSION),
-        (layout.SIZE_AT, plan.shape.size),
-        (layout.PAGE_SIZE, plan.shape.page_size),
-        (layout.PAGES, plan.shape.pages),
-        (layout.SLOTS, plan.shape.slots),
-        (layout.DATA, plan.shape.data),
-        (layout.DTYPE, layout.DTYPES[plan.dtype]),
-        (layout.HIDDEN_SIZE, plan.hidden_size),
-        (layout.LAYERS, len(plan.layer_ids)),
-        (layout.PRODUCER_PID, os.getpid()),
-        (layout.PRODUCER_STARTED, time.time_ns()),
-        (layout.ENGINE_ID_LENGTH, len(engine_id)),
-        (layout.HOST_LENGTH, len(host)),
-        (layout.MAX_SAMPLE, plan.shape.max_sample),
-        (layout.FREE_PAGES, plan.shape.pages),
-        (layout.FREE_SLOTS, plan.shape.slots),
-        *((layout.LAYER_IDS + 8 * i, layer) for i, layer in enumerate(plan.layer_ids)),
-    ):
-        words.store(at, value)
-    words.write(layout.GENERATION, generation)
-    words.write(layout.RING_REGISTRY_ID, registry.id)
-    words.write(layout.ENGINE_ID, engine_id)
-    words.write(layout.HOST, host)
-    words.store(layout.MAGIC, layout.RING_MAGIC)

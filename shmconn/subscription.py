@@ -6,7 +6,6 @@ next one. It ends when every ring that it saw was closed, or its producer died, 
 attempt begun after that found nothing.
 """
 
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -25,20 +24,17 @@ from shmconn.errors import (
     ProducerDied,
     RingMissing,
     SampleGone,
-    SampleLost,
     SegmentCorrupt,
     ShmConnError,
 )
+from shmconn.find import find
 from shmconn.handle import Handle, check_name
 from shmconn.member import Member, RingView
 from shmconn.registry import Group
-from shmconn.sample import Row, Sample
+from shmconn.sample import Sample
 from shmconn.segment import RingSegment, ring_files, split_ring_name
 
 _log = logging.getLogger("shmconn")
-
-# Reasons after which the same request may well yield a sample.
-_RETRY = {"aborted", "no_reader", "dropped", "fault", "shutdown", "expired", "short"}
 
 
 @dataclass(frozen=True)
@@ -347,101 +343,17 @@ class Subscription:
             self._bell.wait(left)
 
     def _find(self, wanted: Handle) -> tuple[Sample | None, str]:
-        """The sample, or None and who holds it."""
+        """The sample, or None and what it waits for."""
         self._look_for_rings()
         view = self._views.get(wanted.generation) or self._ended.get(wanted.generation)
-        if view is None:
-            if self._epoch >= 0 and not self._unattached():
-                raise SampleGone(
-                    f"sample {wanted.number} is of generation {wanted.generation}, which is not "
-                    f"there any more: its vLLM has ended and all groups had read it"
-                )
-            return None, ", its ring is not there yet"
-        words, shape = view.ring.words, view.ring.shape
-        fate = view.fate()
-        accepted = words.load(layout.ACCEPTED)
-        settled = words.load(layout.SETTLED)
-        released = False
-        for slot, seq in self._slots_of(view, wanted):
-            sample = self._member.claim_slot(view, slot, seq)
-            if sample is not None:
-                return sample, ""
-            word = words.load(shape.hold_at(self._member.group, slot))
-            code = word & 0xFFFF
-            released = word == layout.hold_word(seq, layout.RELEASED)
-            if released:
-                break
-            if word >> 16 != seq or not 1 <= code <= layout.MEMBERS:
-                # Its holder gave it back since the claim was tried.
-                return None, ""
-            pid = self._member.registry.member_word(self._member.group, code - 1, layout.MEMBER_PID)
-            return None, f": pid {pid} of group {self.group!r} holds it"
-        self._check_tombstones(view, wanted)
-        if released or wanted.number <= settled:
+        if view is not None:
+            return find(self._member, view, wanted)
+        if self._epoch >= 0 and not self._unattached():
             raise SampleGone(
-                f"sample {wanted.number} of ring {self.name!r} was already delivered to group "
-                f"{self.group!r}, or is too old"
+                f"sample {wanted.number} is of generation {wanted.generation}, which is not "
+                f"there any more: its vLLM has ended and all groups had read it"
             )
-        if fate is not None:
-            raise self._never(wanted, fate, accepted, settled)
-        return None, ", vLLM has not published it yet"
-
-    def _never(self, wanted: Handle, fate: str, accepted: int, settled: int) -> ProducerDied:
-        took = "published it" if wanted.number <= accepted else "took this request in"
-        verb = "died" if fate == "died" else "closed the ring"
-        return ProducerDied(
-            f"the producer of ring {self.name!r} {verb} before it {took} (request "
-            f"{wanted.number}): send it again once vLLM runs",
-            accepted=accepted,
-            settled=settled,
-        )
-
-    def _slots_of(self, view: RingView, wanted: Handle) -> Iterator[tuple[int, int]]:
-        """Slots whose row is of the wanted request, whole between two equal loads of seq."""
-        words, shape = view.ring.words, view.ring.shape
-        published = words.load(layout.PUBLISHED)
-        start = words.load(layout.START + 8 * self._member.group)
-        seqs = words.copy(layout.SEQ, shape.slots)
-        for slot in seqs.nonzero()[0]:
-            at = shape.row_at(int(slot))
-            seq = words.load(shape.seq_at(int(slot)))
-            if not max(1, start) <= seq <= published:
-                continue
-            number = words.load(at + layout.SLOT_NUMBER)
-            if number != wanted.number or words.load(shape.seq_at(int(slot))) != seq:
-                continue
-            with contextlib.suppress(SegmentCorrupt):
-                if Row.read(view.ring, int(slot)).digest == wanted.digest:
-                    yield int(slot), seq
-
-    def _check_tombstones(self, view: RingView, wanted: Handle) -> None:
-        words = view.ring.words
-        for index in range(layout.TOMBSTONES):
-            row = layout.TOMBSTONE_TABLE + index * layout.TOMBSTONE
-            stamp = words.load(row + layout.TOMB_INDEX)
-            if not stamp:
-                if index:
-                    continue
-                break
-            number = words.load(row + layout.TOMB_NUMBER)
-            code = words.load(row + layout.TOMB_REASON)
-            groups = words.load(row + layout.TOMB_GROUPS)
-            if number != wanted.number or words.load(row + layout.TOMB_INDEX) != stamp:
-                continue
-            reason = layout.REASONS[code] if code < len(layout.REASONS) else "fault"
-            blamed = [
-                self._member.registry.group_name(group)
-                for group in range(layout.GROUPS)
-                if groups >> group & 1
-            ]
-            if reason == "expired" and not groups >> self._member.group & 1:
-                continue
-            raise SampleLost(
-                f"request {wanted.number} of ring {self.name!r} has no sample: {reason}"
-                f"{f' (groups: {chr(44).join(blamed)})' if blamed else ''}",
-                reason=reason,
-                retry=reason in _RETRY,
-            )
+        return None, ", its ring is not there yet"
 
     # --- the rest -------------------------------------------------------------------------------
 

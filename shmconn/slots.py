@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The producer's own account of its slots and pages: what is free, what is published, and since
+when. It takes back what no group needs any more, by looking, and never waits for anybody.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from shmconn import layout
+from shmconn.fill import Stored
+from shmconn.need import needed
+from shmconn.pages import PageRuns
+from shmconn.registry import Registry
+from shmconn.segment import RingSegment
+
+
+class Slots:
+    """Free and published slots of one ring. The producer's lock guards it."""
+
+    def __init__(self, ring: RingSegment, registry: Registry) -> None:
+        self._ring = ring
+        self._registry = registry
+        self.pages = PageRuns(ring.shape.pages)
+        self.free = deque(range(ring.shape.slots))
+        self.stored: dict[int, Stored] = {}  # published ones, in order of publishing
+        # seq of each published slot, 0 elsewhere: what the shared column holds, kept apart.
+        self._seqs = np.zeros(ring.shape.slots, dtype=np.uint64)
+
+    def take(self, pages: int) -> tuple[int, int] | None:
+        """A free slot and the first page of a free run, or None."""
+        first = self.pages.allocate(pages) if self.free else None
+        if first is None:
+            return None
+        slot = self.free.popleft()
+        self._show()
+        return slot, first
+
+    def keep(self, slot: int, stored: Stored) -> None:
+        """Takes note of a slot that was published."""
+        self._seqs[slot] = stored.seq
+        self.stored[slot] = stored
+
+    def give_back(self, slot: int, first_page: int, pages: int) -> None:
+        """Makes a slot and its run free."""
+        self.pages.release(first_page, pages)
+        self.free.append(slot)
+        self._show()
+
+    def reclaim(self) -> int:
+        """Takes back the published slots that no group needs; returns how many."""
+        if not self.stored:
+            return 0
+        # A fence: the loads below are not older than our last store of `published`.
+        self._ring.file.locks.held(layout.LOCK_P)
+        self._heal_registering()
+        done = [
+            slot
+            for slot in self._candidates()
+            if not needed(self._registry, self._ring, slot, self.stored[slot].seq)
+        ]
+        for slot in done:
+            self._ring.words.store(self._ring.shape.seq_at(slot), 0)
+            self._seqs[slot] = 0
+            stored = self.stored.pop(slot)
+            self.give_back(slot, stored.first_page, stored.pages)
+        return len(done)
+
+    def _candidates(self) -> list[int]:
+        """Slots worth a look, by a copy of the hold words: a hint, never a proof."""
+        words, shape = self._ring.words, self._ring.shape
+        free = self._seqs != np.uint64(0)
+        released = self._seqs << np.uint64(16) | np.uint64(layout.RELEASED)
+        for group, state in enumerate(self._registry.states()):
+            if state != layout.FREE:
+                start = words.load(layout.START + 8 * group)
+                hold = words.copy(shape.hold_at(group, 0), shape.slots)
+                free &= (hold == released) | (self._seqs < np.uint64(start))
+        return [int(slot) for slot in np.flatnonzero(free)]
+
+    def _heal_registering(self) -> None:
+        """Frees the row of a registrant that died, by one try of R; else it blocks all reclaim."""
+        registry = self._registry
+        if layout.REGISTERING in registry.states() and registry.locks.try_lock(layout.LOCK_R):
+            registry.undo_dead_registrants()
+            registry.locks.unlock(layout.LOCK_R)
+
+    def expire(self, before: float) -> list[tuple[int, Stored]]:
+        """Releases, for groups by handle, what was published before ``before`` and not claimed.
+
+        Args:
+            before: monotonic seconds.
+
+        Returns:
+            (group, stored) of each.
+        """
+        expired: list[tuple[int, Stored]] = []
+        if not self.stored or next(iter(self.stored.values())).since >= before:
+            return expired
+        old = [(slot, kept) for slot, kept in self.stored.items() if kept.since < before]
+        registry = self._registry
+        for group in range(layout.GROUPS):
+            if registry.state(group) != layout.ACTIVE or not registry.by_handle(group):
+                continue
+            # One try: while a member claims, this waits for the next call.
+            if registry.try_lock_claims(group):
+                expired += [(group, kept) for slot, kept in old if self._expire(group, slot, kept)]
+                registry.unlock_claims(group)
+        return expired
+
+    def _expire(self, group: int, slot: int, stored: Stored) -> bool:
+        words = self._ring.words
+        at = self._ring.shape.hold_at(group, slot)
+        word = words.load(at)
+        if stored.seq < words.load(layout.START + 8 * group):
+            return False
+        code = word & 0xFFFF if word >> 16 == stored.seq else layout.UNCLAIMED
+        if code != layout.UNCLAIMED:
+            if code == layout.RELEASED or self._registry.alive(group, code - 1):
+                return False
+            # It may have released before it died.
+            if words.load(at) != word:
+                return False
+        words.store(at, layout.hold_word(stored.seq, layout.RELEASED))
+        return True
+
+    def _show(self) -> None:
+        self._ring.words.store(layout.FREE_PAGES, self.pages.free)
+        self._ring.words.store(layout.FREE_SLOTS, len(self.free))
