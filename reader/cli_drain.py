@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of ``shmconn drain``."""
 
+import dataclasses
 import os
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ from shmconn.handle import check_name, parse_size
 
 if TYPE_CHECKING:
     from reader.service import Output
+    from reader.sinks import SinkOptions
 
 _DISK = "When the disk is in trouble"
 _STOP = "Where to stop"
@@ -46,6 +48,9 @@ def drain(
     writers: Annotated[
         int, typer.Option(min=1, max=64, metavar="N", help="Writer threads for each output.")
     ] = 2,
+    shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Of the files of format shards.")
+    ] = "1GiB",
     fsync: Annotated[
         bool, typer.Option("--fsync", help="Release a sample only when the disk itself has it.")
     ] = False,
@@ -103,7 +108,8 @@ def drain(
 ) -> None:
     """Write a ring's samples to files, and release each once it is there.
 
-    Formats: `safetensors` (one file per sample, with its metadata in the header).
+    Formats: `safetensors` (one file per sample, with its metadata in the header), `shards` (many
+    samples in one safetensors file; `shmconn.shards.ShardDataset` reads them).
 
     Each output is a group of its own and gets every sample. A drain that ends before the stream
     does keeps its place: run the same command again and it goes on, writing nothing twice.
@@ -124,13 +130,23 @@ def drain(
     from reader.lane import Limits
     from reader.logs import Logs
     from reader.progress import Progress
+    from reader.sinks import SinkOptions
 
     if log_format not in ("text", "json"):
         raise OptionError(f"--log-format {log_format!r} is unknown: use text or json")
     options = service.DrainOptions(
         ring=check_name(name) if name is not None else None,
         outputs=_outputs(
-            to or [], formats or [], group or [], fsync=fsync, checksum=checksum, tags=skip_tags
+            to or [],
+            formats or [],
+            group or [],
+            SinkOptions(
+                "",
+                fsync=fsync,
+                checksum=checksum,
+                skip_tags=skip_tags,
+                shard_size=parse_size(shard_size, "--shard-size"),
+            ),
         ),
         follow=follow,
         wait_s=wait,
@@ -165,17 +181,10 @@ def _size(text: str | None, what: str) -> int | None:
 
 
 def _outputs(
-    folders: list[str],
-    formats: list[str],
-    groups: list[str],
-    *,
-    fsync: bool,
-    checksum: bool,
-    tags: bool,
+    folders: list[str], formats: list[str], groups: list[str], common: "SinkOptions"
 ) -> "list[Output]":
     """One output for each ``--to``, with the format and group given in the same place."""
     from reader import service
-    from reader.sinks import SinkOptions
 
     if not folders:
         raise OptionError("say where to write: --to DIR")
@@ -196,7 +205,7 @@ def _outputs(
         formats = formats * len(folders)
     return [
         service.Output(
-            SinkOptions(folder, fsync=fsync, checksum=checksum, skip_tags=tags),
+            dataclasses.replace(common, path=folder),
             form,
             check_name(groups[index], "group") if groups else None,
         )

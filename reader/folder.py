@@ -126,7 +126,7 @@ class Folder:
         fd = os.open(name, flags, 0o666, dir_fd=folder)
         output = Output(fd, name, digest)
         try:
-            _try_lock(fd)
+            lock_file(fd)
             yield output
         finally:
             with contextlib.suppress(OSError):
@@ -152,6 +152,18 @@ class Folder:
             _rename_new(folder, output.name, name)
         if self.fsync:
             os.fsync(folder)
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a file of the folder, never over another.
+
+        Raises:
+            FileExistsError: the new name is taken.
+        """
+        _rename_new(self.fd, old, new)
+
+    def names(self) -> list[str]:
+        """All names in the folder."""
+        return os.listdir(self.fd)
 
     def exists(self, name: str) -> bool:
         """Whether anything, a dangling link included, has that name."""
@@ -186,7 +198,7 @@ class Folder:
             except OSError:
                 continue
             try:
-                if _try_lock(fd):
+                if lock_file(fd):
                     os.unlink(name, dir_fd=self.fd)
                     removed += 1
             except FileNotFoundError:
@@ -196,13 +208,28 @@ class Folder:
         return removed
 
 
-def _try_lock(fd: int) -> bool:
-    """Lock a file against the sweep of another drain; false if held, or if locks are refused."""
+def lock_file(fd: int) -> bool | None:
+    """Lock a file for as long as it is open: true; false if another has it; None if locks are
+    refused here (NFS without its lock service)."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
+
+
+def write_at(fd: int, data: Any, offset: int) -> int:
+    """Write all of a bytes-like object at an offset; returns the offset after it."""
+    view = memoryview(data).cast("B")
+    for start in range(0, len(view), _CHUNK):
+        rest = view[start : start + _CHUNK]
+        while rest:
+            done = os.pwrite(fd, rest, offset)
+            offset += done
+            rest = rest[done:]
+    return offset
 
 
 def _rename_new(folder: int, old: str, new: str) -> None:

@@ -8,11 +8,13 @@ a second time is not written again. A last line that was torn by a kill or a ful
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from reader.folder import Folder
 
@@ -51,41 +53,57 @@ class Entry:
 _FIELDS = {item.name for item in fields(Entry)}
 
 
+class Place(NamedTuple):
+    """Where a sample is: all that is kept in memory of a line."""
+
+    file: str
+    bytes: int
+    offset: int
+
+
 class Manifest:
     """Reads the manifest of a folder at the start, and appends to it.
 
+    What is appended is not kept in memory: a sample is released right after, and so never comes
+    again. Only a drain that died in between leaves one that does, and the next drain reads it here.
+
+    Args:
+        folder: the output folder.
+        tags: keep tags as well, for `find_tag`.
+
     Attributes:
-        entries: by handle; the last line of a handle counts.
         damaged: lines that could not be read.
     """
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, *, tags: bool = False) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self.entries: dict[str, Entry] = {}
-        self.by_tag: dict[tuple[str, str], str] = {}
+        self._places: dict[bytes, Place] = {}
+        self._tags: dict[bytes, Place] | None = {} if tags else None
         self.damaged = 0
         with self._opened() as fd:
             self._repair(fd)
-            with os.fdopen(os.dup(fd), "rb") as lines:
-                lines.seek(0)
-                for line in lines:
-                    entry = _parse(line)
-                    if entry is None:
-                        self.damaged += 1
-                    else:
-                        self._remember(entry)
+        for entry in self.entries():
+            if entry is None:
+                self.damaged += 1
+                continue
+            self._places[_key(entry.handle)] = Place(entry.file, entry.bytes, entry.offset)
+            self._remember_tag(entry)
 
-    def find(self, handle: str) -> Entry | None:
-        """The entry of a sample."""
-        with self._lock:
-            return self.entries.get(handle)
+    def entries(self) -> Iterator[Entry | None]:
+        """All lines of the file, in order; None for one that cannot be read."""
+        with self._opened() as fd, os.fdopen(os.dup(fd), "rb") as lines:
+            for line in lines:
+                yield _parse(line)
 
-    def find_tag(self, tag: str, token_ids_sha256: str) -> Entry | None:
-        """The entry of an earlier sample with the same tag and the same token ids."""
+    def find(self, handle: str) -> Place | None:
+        """Where a sample is that was there at the start; the last line of a handle counts."""
+        return self._places.get(_key(handle))
+
+    def find_tag(self, tag: str, token_ids_sha256: str) -> Place | None:
+        """Where an earlier sample with the same tag and the same token ids is."""
         with self._lock:
-            handle = self.by_tag.get((tag, token_ids_sha256))
-            return self.entries.get(handle) if handle is not None else None
+            return (self._tags or {}).get(_key(tag + "\0" + token_ids_sha256))
 
     def append(self, entry: Entry) -> None:
         """Add a line, whole or not at all.
@@ -114,15 +132,15 @@ class Manifest:
                 with contextlib.suppress(OSError):
                     os.ftruncate(fd, end)
                 raise
-            self._remember(entry)
+            self._remember_tag(entry)
 
-    def _remember(self, entry: Entry) -> None:
-        self.entries[entry.handle] = entry
-        if entry.tag is not None:
-            self.by_tag[entry.tag, entry.token_ids_sha256] = entry.handle
+    def _remember_tag(self, entry: Entry) -> None:
+        if self._tags is not None and entry.tag is not None:
+            key = _key(entry.tag + "\0" + entry.token_ids_sha256)
+            self._tags[key] = Place(entry.file, entry.bytes, entry.offset)
 
     @contextlib.contextmanager
-    def _opened(self) -> Any:
+    def _opened(self) -> Iterator[int]:
         """The manifest, locked where the file system has locks, opened anew for each use.
 
         So it follows a folder that vanished and came back.
@@ -150,6 +168,11 @@ class Manifest:
             position = start
         if position != end:
             os.ftruncate(fd, position)
+
+
+def _key(text: str) -> bytes:
+    """16 bytes instead of a text, since there may be millions."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]
 
 
 def _parse(line: bytes) -> Entry | None:

@@ -184,6 +184,8 @@ class _Drain:
             except BaseException:
                 for lane in self._lanes:
                     lane.subscription.close()
+                for sink in sinks:
+                    sink.close()  # and so finish what a drain that was killed left open
                 raise
             if ready is not None:
                 ready()

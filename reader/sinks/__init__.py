@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FORMATS: Mapping[str, str] = {
     "safetensors": "one file per sample, with its metadata in the header",
+    "shards": "many samples in one safetensors file of --shard-size",
 }
 
 
@@ -47,12 +48,14 @@ class SinkOptions:
         fsync: wait until the disk has each sample, before it is released.
         checksum: put a SHA-256 of each sample's bytes into the manifest.
         skip_tags: skip a sample whose tag and token ids the manifest has, under any handle.
+        shard_size: bytes after which a shard is sealed.
     """
 
     path: str
     fsync: bool = False
     checksum: bool = False
     skip_tags: bool = False
+    shard_size: int = 1 << 30
 
 
 class Sink(Protocol):

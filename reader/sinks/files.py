@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from reader.folder import Folder, Output
-from reader.manifest import Entry, Manifest
+from reader.manifest import Entry, Manifest, Place
 from reader.names import file_names
 from reader.sinks import SinkOptions, Stored
 from shmconn.errors import ShmConnError
@@ -32,7 +32,7 @@ class FileSink:
         self._options = options
         self.folder = Folder(options.path, fsync=options.fsync)
         self.path = self.folder.path
-        self.manifest = Manifest(self.folder)
+        self.manifest = Manifest(self.folder, tags=options.skip_tags)
         self._lock = threading.Lock()
         self._busy: set[str] = set()
 
@@ -73,9 +73,9 @@ class FileSink:
         """Close the folder."""
         self.folder.close()
 
-    def _known(self, sample: "Sample", handle: str, ids: str) -> Entry | None:
+    def _known(self, sample: "Sample", handle: str, ids: str) -> Place | None:
         found = self.manifest.find(handle)
-        if found is None and self._options.skip_tags and sample.tag is not None:
+        if found is None and sample.tag is not None:
             found = self.manifest.find_tag(sample.tag, ids)
         return found
 

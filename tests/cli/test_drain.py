@@ -249,3 +249,33 @@ def test_json_logs_are_one_object_a_line(ring, producer, run, tmp_path) -> None:
     lines = [json.loads(line) for line in drain.err.splitlines()]
     assert any("writes to" in line["message"] for line in lines)
     assert {"time", "level", "message"} <= set(lines[0])
+
+
+def test_shards_and_files_both_get_everything_across_a_kill(
+    ring, producer, shmconn, tmp_path
+) -> None:
+    from shmconn.shards import ShardDataset
+
+    words = ["drain", ring, "--to", tmp_path / "files", "--to", tmp_path / "shards"]
+    words += ["--format", "safetensors", "--format", "shards", "--shard-size", "1MiB"]
+    source = producer(size="64MiB")
+    drain = shmconn(*words)
+    drain.until(lambda: drain.err.count("writes to") == 2)
+    source.put(1, 100)
+    drain.until(lambda: len(samples(tmp_path / "files")) >= 10)
+    drain.kill()
+    source.put(101, 50)
+    source.close()
+    drain = shmconn(*words)
+    assert drain.wait() == 0, drain.err
+    check(tmp_path / "files", range(1, 151))
+    dataset = ShardDataset(tmp_path / "shards")
+    numbers = []
+    for index in range(len(dataset)):
+        item = dataset[index]
+        number = int(item["metadata"]["request_id"].removeprefix("r"))
+        numbers.append(number)
+        states = states_of(number, tokens_of(number))
+        np.testing.assert_array_equal(item["hidden_states"].numpy(), states)
+    assert sorted(numbers) == list(range(1, 151))
+    assert not list((tmp_path / "shards").glob("*.part"))
