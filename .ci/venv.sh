@@ -56,10 +56,11 @@ whole=$(cat pyproject.toml "$pins" "$model" .ci/venv.sh | sha256sum | cut -c1-32
 is_whole() { [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$whole" ]]; }
 
 if [[ -n ${PYTHON:-} && -x .venv/bin/python ]]; then
-    wanted=$(find_python)
-    if [[ $("$wanted" --version) != "$(.venv/bin/python --version)" ]]; then
-        say ".venv is made with $(.venv/bin/python --version), PYTHON=$PYTHON is" \
-            "$("$wanted" --version): remove .venv first" >&2
+    minor='import sys; print("Python %d.%d" % sys.version_info[:2])'
+    wanted=$("$(find_python)" -c "$minor")
+    there=$(.venv/bin/python -c "$minor")
+    if [[ $wanted != "$there" ]]; then
+        say ".venv is made with $there, and PYTHON=$PYTHON is $wanted: remove .venv first" >&2
         exit 1
     fi
 fi
@@ -85,7 +86,7 @@ rm -f "$stamp"
 : >"$log"
 say "installing $(grep -v '^#' "$pins"), the project and its tools: some minutes the first time"
 if ! pip_install -e '.[dev]' -r "$pins"; then
-    grep -qE 'torch==[0-9.]+\+cpu' <(grep -iE 'no matching|could not find|no versions' "$log") || failed
+    grep -qE '^(ERROR:|.* depends on) .*torch==[0-9.]+\+cpu' "$log" || failed
     say "the configured indexes lack PyTorch for the CPU: adding $torch_index"
     pip_install -e '.[dev]' -r "$pins" --extra-index-url "$torch_index" || failed
 fi

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from reader.names import file_names
 from reader.verify.files import SampleFile, Send, read_samples, read_sends
 from reader.verify.reference import Reference
 from reader.verify.report import Report
@@ -24,7 +25,7 @@ from shmconn.errors import OptionError
 _FILES = "files are samples"
 _PROMISED = "promised samples are there"
 _OTHERS = "samples were promised"
-_REPLY = "ids, tag, shape as replied"
+_REPLY = "name, tag, ids as replied"
 _STATES = "states are the model's"
 _PAIRS = "sends of a prompt agree"
 _NEXT = "last layer to next token"
@@ -138,6 +139,9 @@ def _differences(sample: SampleFile, send: Send) -> Iterator[str]:
             f"token ids differ from the reply's at {first} ({len(got)} tokens, the reply promises "
             f"{len(expected)})"
         )
+    names = list(file_names(sample.tag or sample.request_id, sample.handle, sample.path.suffix))
+    if sample.path.name not in names:
+        yield f"the file of this sample is called {names[0]}; were files renamed?"
     if sample.tag != (send.tag or ""):
         yield f"tag is {sample.tag!r}, the request asked for {send.tag!r}"
     for name in ("layer_ids", "shape", "dtype"):

@@ -135,10 +135,11 @@ class Report:
                 "that no sample is missing or mixed up"
             )
         wrong = len({fault.sample for fault in self.faults})
+        samples = "sample" if wrong == 1 else "samples"
         console.print(
             "[bold green]verified: everything holds[/]"
             if self.ok
-            else f"[bold red]not verified: {wrong} samples are off or missing[/]"
+            else f"[bold red]not verified: {wrong} {samples} off or missing[/]"
         )
 
 
