@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model and its steps: what each actor may do next in a state, and what a kill does.
+
+From each state every actor may take its next step; if it has stores in its buffer, the oldest may
+reach memory; and while kills are left, an actor that may be killed may die before its step. The
+kernel frees the locks of the dead after the last of its executed stores reached memory, so a kill
+waits until the buffer is empty: between its last step and then a dead process cannot be told from
+a slow one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .machine import (
+    CALL,
+    CHOOSE,
+    DEAD,
+    DONE,
+    FENCE,
+    FIRST,
+    LOAD,
+    LOCK,
+    LOOK,
+    STORE,
+    TEST,
+    TRY,
+    UNLOCK,
+    Actor,
+    Op,
+)
+from .promises import World
+
+
+class Violation(Exception):
+    """A step that breaks a promise; `state` is what it leads to."""
+
+    def __init__(self, problem: str, actor: int, state: bytes) -> None:
+        super().__init__(problem)
+        self.problem, self.actor, self.state = problem, actor, state
+
+
+@dataclass
+class Model:
+    """Actors in a world, and where they start.
+
+    `alike` are pairs of actors that run the same program: a state and the one with the two
+    exchanged are the same (programs do not know which actor runs them).
+    `final` says what is wrong with a state in which all have finished.
+    """
+
+    world: World
+    actors: list[Actor]
+    kills: int = 0
+    alike: tuple[tuple[int, int], ...] = ()
+    leases: int = 1
+    final: Callable[[bytes], str | None] | None = None
+    initial: bytes = b""
+
+    def __post_init__(self) -> None:
+        world = self.world
+        self.size = world.blocks_for(len(self.actors), self.leases)
+        state = bytearray(world.first_block + self.size * len(self.actors))
+        for address, value in world.preset.items():
+            state[address] = value
+        state[world.kills] = self.kills
+        for block in world.blocks:
+            state[block] = FIRST
+        self.initial = bytes(state)
+        self._swaps = []
+        for one, two in self.alike:
+            table = bytearray(range(256))
+            table[one + 1], table[two + 1] = two + 1, one + 1
+            self._swaps.append((world.blocks[one], world.blocks[two], bytes(table)))
+
+    def canonical(self, state: bytes) -> bytes:
+        """Return the one state that stands for all that are alike."""
+        size, low, high = self.size, self.world.first_lock, self.world.last_lock
+        for one, two, table in self._swaps:
+            a, b = state[one : one + size], state[two : two + size]
+            if a > b:
+                new = bytearray(state)
+                new[one : one + size] = b
+                new[two : two + size] = a
+                new[low:high] = state[low:high].translate(table)
+                state = bytes(new)
+        return state
+
+    # ---- steps
+
+    def steps(self, s: bytes) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
+        """Return what each actor's next step leads to, and what each kill does.
+
+        Raises:
+            Violation: a step breaks a promise.
+        """
+        moves: list[tuple[int, bytes]] = []
+        kills: list[tuple[int, bytes]] = []
+        may_kill = s[self.world.kills]
+        buffer = self.world.buffer
+        for a, block in enumerate(self.world.blocks):
+            local = s[block] | s[block + 1] << 8
+            actor = self.actors[a]
+            if actor.last and not self.finished(s, a):
+                continue
+            if local <= DONE:
+                if buffer and s[block + 2 + self.leases]:
+                    moves.append((a, self._drain(s, a, block)))
+                elif local == DEAD and actor.restarts:
+                    t = bytearray(s)
+                    t[block] = FIRST
+                    moves.append((a, bytes(t)))
+                continue
+            op = actor.automaton.ops[local]
+            if buffer:
+                waiting = s[block + 2 + self.leases]
+                if waiting:
+                    moves.append((a, self._drain(s, a, block)))
+                    if op.kind >= FENCE or (op.kind == STORE and waiting == buffer):
+                        continue
+                elif may_kill and actor.killed:
+                    kills.append((a, self._kill(s, a, block)))
+            elif may_kill and actor.killed:
+                kills.append((a, self._kill(s, a, block)))
+            self._step(s, a, block, local, op, moves)
+        return moves, kills
+
+    def _step(
+        self, s: bytes, a: int, block: int, local: int, op: Op, moves: list[tuple[int, bytes]]
+    ) -> None:
+        kind = op.kind
+        problem = None
+        result: object = None
+        t = bytearray(s)
+        if kind == LOAD:
+            result = s[op.address]
+            if self.world.buffer:
+                result = self.forwarded(s, block, op.address)
+        elif kind == STORE:
+            if op.lease is not None:
+                t[block + 2 + op.lease[0]] = op.lease[1]
+            if self.world.buffer:
+                waiting = block + 2 + self.leases
+                t[waiting + 1 + 2 * s[waiting]] = op.address
+                t[waiting + 2 + 2 * s[waiting]] = op.value
+                t[waiting] += 1
+            else:
+                t[op.address] = op.value
+                watch = self.world.watches.get(op.address)
+                if watch is not None:
+                    problem = watch(s, t, a)
+        elif kind == LOCK:
+            if s[op.address] not in (0, a + 1):
+                return
+            t[op.address] = a + 1
+        elif kind == TRY:
+            result = 1 if s[op.address] in (0, a + 1) else 0
+            if result:
+                t[op.address] = a + 1
+        elif kind == UNLOCK:
+            if s[op.address] == a + 1:
+                t[op.address] = 0
+        elif kind == TEST:
+            result = 0 if s[op.address] in (0, a + 1) else 1
+        elif kind == LOOK:
+            if self.world.buffer:
+                result = tuple([self.forwarded(s, block, address) for address in op.many])
+            else:
+                result = tuple([s[address] for address in op.many])
+        elif kind == CHOOSE:
+            for way in range(op.value):
+                self._arrive(t, block, local, way, a)
+                moves.append((a, bytes(t)))
+            return
+        elif kind == CALL:
+            assert op.call is not None
+            result = op.call(t, a, *op.many)
+        self._arrive(t, block, local, result, a)
+        if problem is None and op.check is not None:
+            problem = op.check(t, a)
+        if problem is not None:
+            raise Violation(problem, a, bytes(t))
+        moves.append((a, bytes(t)))
+
+    def _arrive(self, t: bytearray, block: int, local: int, result: object, a: int) -> None:
+        automaton = self.actors[a].automaton
+        following = automaton.following[local].get(result)
+        if following is None:
+            following = automaton.advance(local, result)
+        t[block] = following & 255
+        t[block + 1] = following >> 8
+
+    def forwarded(self, s: bytes, block: int, address: int) -> int:
+        """Return what a load sees: the actor's own youngest store to it, else memory."""
+        waiting = block + 2 + self.leases
+        for k in range(s[waiting] - 1, -1, -1):
+            if s[waiting + 1 + 2 * k] == address:
+                return s[waiting + 2 + 2 * k]
+        return s[address]
+
+    def _drain(self, s: bytes, a: int, block: int) -> bytes:
+        waiting = block + 2 + self.leases
+        t = bytearray(s)
+        address = s[waiting + 1]
+        t[address] = s[waiting + 2]
+        end = waiting + 1 + 2 * self.world.buffer
+        t[waiting + 1 : end] = s[waiting + 3 : end] + b"\0\0"
+        t[waiting] -= 1
+        watch = self.world.watches.get(address)
+        if watch is not None:
+            problem = watch(s, t, a)
+            if problem is not None:
+                raise Violation(problem, a, bytes(t))
+        return bytes(t)
+
+    def _kill(self, s: bytes, a: int, block: int) -> bytes:
+        t = bytearray(s)
+        t[block : block + 2 + self.leases] = bytes(2 + self.leases)
+        for k in range(self.world.first_lock, self.world.last_lock):
+            if s[k] == a + 1:
+                t[k] = 0
+        t[self.world.kills] -= 1
+        return bytes(t)
+
+    def finished(self, s: bytes, but: int = -1) -> bool:
+        """Has every actor that can go on finished, but perhaps one?"""
+        for a, actor in enumerate(self.actors):
+            block = self.world.blocks[a]
+            local = s[block] | s[block + 1] << 8
+            if (
+                a != but
+                and actor.waited_for
+                and local != DONE
+                and (local != DEAD or actor.restarts)
+            ):
+                return False
+        return True
