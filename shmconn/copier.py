@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from shmconn.capture import Capture
@@ -137,7 +137,7 @@ class Copier:
         self._waiting.popleft()
         self._settle(work, reason)
         if self._hold.since is not None:
-            self._tally.waited(self._hold.settled())
+            self._count(self._tally.waited, self._hold.settled())
             self._producer.set_held_since(0)
         if not self._waiting:
             self._hold.drained()
@@ -170,7 +170,7 @@ class Copier:
         before = self._producer.lost["expired"]
         self._producer.tick()
         for _ in range(self._producer.lost["expired"] - before):
-            self._tally.lost("expired")
+            self._count(self._tally.lost, "expired")
         self._show()
 
     def _settle_now(self, work: Work, ready: Any) -> None:
@@ -217,10 +217,7 @@ class Copier:
                 self._producer.discard(fill)
                 raise
             logger.exception("shmconn: a fault after publishing request %r", work.request_id)
-        try:
-            self._tally.published(fill.states.nbytes, time.monotonic() - began)
-        except Exception:
-            logger.exception("shmconn: request %r is missing from the metrics", work.request_id)
+        self._count(self._tally.published, fill.states.nbytes, time.monotonic() - began)
         return None
 
     def _holding(self) -> None:
@@ -242,7 +239,7 @@ class Copier:
                 self._done.append(work.request_id)
 
     def _lose(self, work: Work, reason: str) -> None:
-        self._tally.lost(reason)
+        self._count(self._tally.lost, reason)
         mask = 0
         try:
             mask = self._explain(work, reason)
@@ -268,6 +265,14 @@ class Copier:
         )
         return sum(1 << blocker.row for blocker in self._producer.blockers())
 
+    def _count(self, count: Callable[..., None], *values: Any) -> None:
+        """A figure for the metrics, which may be wrong but never costs a sample."""
+        try:
+            count(*values)
+        except Exception:
+            if self._throttle.admit("metrics") is not None:
+                logger.exception("shmconn: the metrics are not complete")
+
     def _say(self, kind: str, text: str, *values: object) -> None:
         kept = self._throttle.admit(kind)
         if kept is not None:
@@ -277,4 +282,4 @@ class Copier:
     def _show(self) -> None:
         held = len(self._waiting) if self._hold.since is not None else 0
         fill = 1 - self._producer.free_pages / self._producer.shape.pages
-        self._tally.state(held, self._hold.since, fill)
+        self._count(self._tally.state, held, self._hold.since, fill)

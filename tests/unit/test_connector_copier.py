@@ -323,7 +323,7 @@ def test_a_fault_costs_one_sample_and_the_next_one_is_whole(
 
 
 @pytest.mark.parametrize("place", ["published", "state", "lost", "waited"])
-def test_a_fault_in_the_counts_costs_no_report(
+def test_a_fault_in_the_counts_costs_neither_sample_nor_report(
     rig: Rig, reader: Subscription, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     monkeypatch.setattr(rig.tally, place, boom)
@@ -331,6 +331,9 @@ def test_a_fault_in_the_counts_costs_no_report(
     rig.submit(*works)
     rig.wait_done(works[0], works[2])
     assert set(rig.done.values()) == {1}
+    rig.wait(lambda: rig.producer.settled == 3)
+    lost = rig.producer.lost
+    assert rig.producer.published == 2 and (lost["aborted"], lost["fault"]) == (1, 0)
 
 
 def test_a_fault_after_publishing_leaves_the_sample_to_its_readers(

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector with faults and a second copy, each only for requests whose tag asks for it.
+
+vLLM loads this class by its module path in the tests' server; everything else is the real thing.
+
+    plant:PLACE    the function named raises for this one request
+    twin...        its rows are also copied in the plainest way, before vLLM may free the blocks,
+                   into $SHMCONN_TWINS/NUMBER.pt
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shmconn.connector import ShmHiddenStatesConnector
+
+
+class Planted(RuntimeError):
+    """A fault that a test planted."""
+
+
+class PlantedConnector(ShmHiddenStatesConnector):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._plants: set[str] = set()
+        real = self._intake._decide
+
+        def decide(request: Any, blocks: Any) -> Any:
+            tag = str((request.kv_transfer_params or {}).get("tag"))
+            if tag == "plant:decide":
+                raise Planted(tag)
+            if tag == "plant:build_connector_meta":
+                self._plants.add(tag)
+            return real(request, blocks)
+
+        self._intake._decide = decide
+        take = self._intake.take
+
+        def take_or_raise() -> Any:
+            if "plant:build_connector_meta" in self._plants:
+                self._plants.clear()
+                raise Planted("plant:build_connector_meta")
+            return take()
+
+        self._intake.take = take_or_raise
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._cache = self._worker._capture._cache.states
+        copier, producer = self._worker._copier, self._worker._producer
+        current = ""
+
+        def plant(owner: Any, name: str) -> None:
+            real = getattr(owner, name)
+
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                nonlocal current
+                current = str(kwargs["tag"]) if "tag" in kwargs else current
+                if current == f"plant:{name}":
+                    current = ""
+                    raise Planted(name)
+                return real(*args, **kwargs)
+
+            setattr(owner, name, wrapped)
+
+        plant(producer, "allocate")
+        plant(producer, "publish")
+        plant(self._worker._capture, "copy")
+        plant(copier._tally, "published")
+
+    def get_finished(self, finished_req_ids: Any) -> Any:
+        if self.has_connector_metadata():
+            for work in self._get_connector_metadata().work:
+                if str(work.tag).startswith("twin"):
+                    self._save_twin(work)
+        return super().get_finished(finished_req_ids)
+
+    def _save_twin(self, work: Any) -> None:
+        block = self._cache.shape[1]
+        rows = [
+            self._cache[work.blocks[token // block], token % block].clone()
+            for token in range(len(work.token_ids))
+        ]
+        torch.save(torch.stack(rows), Path(os.environ["SHMCONN_TWINS"]) / f"{work.number}.pt")
