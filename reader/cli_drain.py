@@ -51,6 +51,17 @@ def drain(
     shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Of the files of format shards.")
     ] = "1GiB",
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Apply its final norm (specforge, modelopt)."),
+    ] = None,
+    loss_masks: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|all", help="Loss masks by tag (specforge, modelopt)."),
+    ] = None,
+    strategy: Annotated[
+        str, typer.Option(metavar="NAME", help="SpecForge's: eagle3, dflash, domino or dspark.")
+    ] = "eagle3",
     fsync: Annotated[
         bool, typer.Option("--fsync", help="Release a sample only when the disk itself has it.")
     ] = False,
@@ -108,8 +119,10 @@ def drain(
 ) -> None:
     """Write a ring's samples to files, and release each once it is there.
 
-    Formats: `safetensors` (one file per sample, with its metadata in the header), `shards` (many
-    samples in one safetensors file; `shmconn.shards.ShardDataset` reads them).
+    Formats: `safetensors` (one file per sample, with its metadata in the header; a tag `hs_12`
+    gives speculators' `hs_12.safetensors`), `shards` (many samples in one safetensors file;
+    `shmconn.shards.ShardDataset` reads them), `vllm` (files and locks as vLLM's own connector
+    leaves them), `specforge` (`.ckpt`), `modelopt` (`.pt`), `null`.
 
     Each output is a group of its own and gets every sample. A drain that ends before the stream
     does keeps its place: run the same command again and it goes on, writing nothing twice.
@@ -123,6 +136,7 @@ def drain(
     - `shmconn drain qwen --to out/`
     - `shmconn drain qwen --to out/ --wait 300 --follow`
     - `shmconn drain qwen --to /scratch/a --to /nfs/b --writers 4`
+    - `shmconn drain qwen --to a --to b --format shards --format modelopt`
     """
     from rich.console import Console
 
@@ -146,6 +160,9 @@ def drain(
                 checksum=checksum,
                 skip_tags=skip_tags,
                 shard_size=parse_size(shard_size, "--shard-size"),
+                model=model,
+                loss_masks=loss_masks,
+                strategy=strategy,
             ),
         ),
         follow=follow,
@@ -186,6 +203,8 @@ def _outputs(
     """One output for each ``--to``, with the format and group given in the same place."""
     from reader import service
 
+    if not folders and formats == ["null"]:
+        folders, groups = ["null"], groups or ["null"]
     if not folders:
         raise OptionError("say where to write: --to DIR")
     if len(formats) not in (0, 1, len(folders)):

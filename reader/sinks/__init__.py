@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 FORMATS: Mapping[str, str] = {
     "safetensors": "one file per sample, with its metadata in the header",
     "shards": "many samples in one safetensors file of --shard-size",
+    "specforge": "SpecForge's offline .ckpt files",
+    "modelopt": "NVIDIA Model-Optimizer's offline .pt files",
+    "vllm": "files and locks as vLLM's own connector leaves them",
+    "null": "nothing is kept",
 }
 
 
@@ -49,6 +53,9 @@ class SinkOptions:
         checksum: put a SHA-256 of each sample's bytes into the manifest.
         skip_tags: skip a sample whose tag and token ids the manifest has, under any handle.
         shard_size: bytes after which a shard is sealed.
+        model: folder of the model whose final norm is applied to the last layer.
+        loss_masks: a side file with loss masks by tag, or "all".
+        strategy: of SpecForge, for its files.
     """
 
     path: str
@@ -56,6 +63,9 @@ class SinkOptions:
     checksum: bool = False
     skip_tags: bool = False
     shard_size: int = 1 << 30
+    model: str | None = None
+    loss_masks: str | None = None
+    strategy: str = "eagle3"
 
 
 class Sink(Protocol):
