@@ -107,22 +107,25 @@ def clean_rings(w: World, i: int, starting: bool = False) -> Program:
 def _wanted(w: World, i: int, g: int, starting: bool) -> Program:
     if w.fault is Fault.CLEAN_WITHOUT_NEED:
         return False
-    p = yield load(w.published(g), "clean up: published")
-    for s in w.slots:
-        n = yield load(w.seq(g, s), "clean up: seq")
-        if not 0 < n <= p:
-            continue
-        for r in w.rows:
-            state = yield load(w.state(i, r), "clean up: state")
-            if state == FREE or (starting and state == NAMELESS):
-                continue
-            start_at = yield load(w.start(g, r), "clean up: start")
-            if n >= start_at:
-                word = yield load(w.hold(g, r, s), "clean up: hold")
-                if word != held(n, RELEASED):
-                    return True
-                del word
-            del state, start_at
+    # The producer is dead and R is held: of all these words only hold words still change.
+    (p,) = yield look((w.published(g),), "clean up: published")
+    seqs = yield look(tuple(w.seq(g, s) for s in w.slots), "clean up: seq")
+    states = yield look(tuple(w.state(i, r) for r in w.rows), "clean up: states")
+    starts = yield look(tuple(w.start(g, r) for r in w.rows), "clean up: starts")
+    todo = tuple(
+        (s, r)
+        for s in w.slots
+        for r in w.rows
+        if max(1, starts[r]) <= seqs[s] <= p
+        and states[r] != FREE
+        and not (starting and states[r] == NAMELESS)
+    )
+    del p, states, starts
+    for s, r in todo:
+        word = yield load(w.hold(g, r, s), "clean up: hold")
+        if word != held(seqs[s], RELEASED):
+            return True
+        del word
     return False
 
 

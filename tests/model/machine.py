@@ -16,8 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
-# What a step does. Those from FENCE on order stores before them with loads after them.
-LOAD, LOOK, STORE, TEST, CHOOSE, MARK, FENCE, LOCK, TRY, UNLOCK, CALL = range(11)
+# What a step does. LOOK, CHOOSE and MARK are silent: nobody else can see them or be seen by them,
+# so they are one with the step before. Those from FENCE on order stores before with loads after.
+LOAD, STORE, TEST, LOOK, CHOOSE, MARK, FENCE, LOCK, TRY, UNLOCK, CALL = range(11)
+SILENT = (LOOK, CHOOSE, MARK)
 
 DEAD, DONE, FIRST = 0, 1, 2  # local states that every automaton has
 
@@ -47,7 +49,7 @@ def load(address: int, label: str, check: Check | None = None) -> Op:
 
 
 def look(many: tuple[int, ...], label: str) -> Op:
-    """Several loads in one step: only for words that nobody else can write meanwhile."""
+    """Several loads, of words that nobody else can write meanwhile."""
     return Op(LOOK, label, many=many)
 
 
@@ -129,7 +131,7 @@ class Automaton:
 
     def __init__(self, program: Callable[[], Program]) -> None:
         self.program = program
-        idle = Op(MARK, "nothing")
+        idle = Op(FENCE, "nothing")
         self.ops: list[Op] = [idle, idle]
         self.following: list[dict[Result, int]] = [{}, {}]
         self._came: list[tuple[int, Result]] = [(0, None), (0, None)]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from .faults import Fault
-from .machine import Program, choose, fence, load, store, test, trylock, unlock
+from .machine import Program, choose, fence, load, look, store, test, trylock, unlock
 from .promises import World
 from .states import ACTIVE, FREE, REGISTERING, RELEASED, TORN, held
 
@@ -135,7 +135,7 @@ def expire(w: World, g: int, i: int, s: int, n: int) -> Program:
         if locked:
             yield unlock(w.claim_lock(i, r), "expire 4")
         if ours and w.tombstones:
-            k = yield load(w.number(g, s), "expire 5: own number")
+            (k,) = yield look((w.number(g, s),), "expire 5: own number")
             yield from entomb(w, g, k)
             del k
         del ours, locked
@@ -143,7 +143,7 @@ def expire(w: World, g: int, i: int, s: int, n: int) -> Program:
 
 def entomb(w: World, g: int, k: int) -> Program:
     """Write a tombstone into the circular table; its index word is 0 meanwhile."""
-    last = yield load(w.at("buried", g), "tombstone: own counter")
+    (last,) = yield look((w.at("buried", g),), "tombstone: own counter")
     e = last % len(w.tombstones)
     yield store(w.at("tomb index", g, e), 0, "tombstone: index 0")
     yield store(w.at("tomb number", g, e), k, "tombstone: number")

@@ -103,9 +103,12 @@ def join(w: World, i: int, r: int) -> Program:
         for g in rings:
             if (yield from made(w, g, "join 3")):
                 for s in w.slots:
-                    word = yield load(w.hold(g, r, s), "join 3: hold")
-                    if word % 8 == m + 1:
-                        yield store(w.hold(g, r, s), held(word // 8, UNCLAIMED), "join 3: sweep")
+                    # Under L nobody else makes or unmakes a claim in the name of a dead row.
+                    word = yield look((w.hold(g, r, s),), "join 3: hold")
+                    if word[0] % 8 == m + 1:
+                        free = held(word[0] // 8, UNCLAIMED)
+                        yield store(w.hold(g, r, s), free, "join 3: sweep")
+                        del free
                     del word
         yield unlock(w.claim_lock(i, r), "join 3")
     yield mark("joined", w.check_joined(i, r))

@@ -23,14 +23,19 @@ from .machine import (
     LOAD,
     LOCK,
     LOOK,
+    MARK,
+    SILENT,
     STORE,
     TEST,
     TRY,
     UNLOCK,
     Actor,
+    ModelError,
     Op,
 )
 from .promises import World
+
+Step = tuple[int, bytes]  # who moved, and the state after it
 
 
 class Violation(Exception):
@@ -89,14 +94,14 @@ class Model:
 
     # ---- steps
 
-    def steps(self, s: bytes) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
+    def steps(self, s: bytes) -> tuple[list[Step], list[Step]]:
         """Return what each actor's next step leads to, and what each kill does.
 
         Raises:
             Violation: a step breaks a promise.
         """
-        moves: list[tuple[int, bytes]] = []
-        kills: list[tuple[int, bytes]] = []
+        moves: list[Step] = []
+        kills: list[Step] = []
         may_kill = s[self.world.kills]
         buffer = self.world.buffer
         for a, block in enumerate(self.world.blocks):
@@ -104,39 +109,31 @@ class Model:
             actor = self.actors[a]
             if actor.last and not self.finished(s, a):
                 continue
+            waiting = s[block + 2 + self.leases] if buffer else 0
+            if waiting:
+                moves.append((a, self._drain(s, a, block)))
             if local <= DONE:
-                if buffer and s[block + 2 + self.leases]:
-                    moves.append((a, self._drain(s, a, block)))
-                elif local == DEAD and actor.restarts:
-                    t = bytearray(s)
-                    t[block] = FIRST
-                    moves.append((a, bytes(t)))
+                if local == DEAD and actor.restarts:
+                    self._come(bytearray(s), a, block, FIRST, moves)
                 continue
             op = actor.automaton.ops[local]
-            if buffer:
-                waiting = s[block + 2 + self.leases]
-                if waiting:
-                    moves.append((a, self._drain(s, a, block)))
-                    if op.kind >= FENCE or (op.kind == STORE and waiting == buffer):
-                        continue
-                elif may_kill and actor.killed:
-                    kills.append((a, self._kill(s, a, block)))
-            elif may_kill and actor.killed:
+            if may_kill and actor.killed and not waiting:
                 kills.append((a, self._kill(s, a, block)))
-            self._step(s, a, block, local, op, moves)
+            if waiting and (op.kind >= FENCE or (op.kind == STORE and waiting == buffer)):
+                continue
+            if op.kind in SILENT:
+                self._come(bytearray(s), a, block, local, moves)
+            else:
+                self._step(s, a, block, local, op, moves)
         return moves, kills
 
-    def _step(
-        self, s: bytes, a: int, block: int, local: int, op: Op, moves: list[tuple[int, bytes]]
-    ) -> None:
+    def _step(self, s: bytes, a: int, block: int, local: int, op: Op, moves: list[Step]) -> None:
         kind = op.kind
         problem = None
         result: object = None
         t = bytearray(s)
         if kind == LOAD:
-            result = s[op.address]
-            if self.world.buffer:
-                result = self.forwarded(s, block, op.address)
+            result = self.forwarded(s, block, op.address) if self.world.buffer else s[op.address]
         elif kind == STORE:
             if op.lease is not None:
                 t[block + 2 + op.lease[0]] = op.lease[1]
@@ -163,35 +160,69 @@ class Model:
                 t[op.address] = 0
         elif kind == TEST:
             result = 0 if s[op.address] in (0, a + 1) else 1
-        elif kind == LOOK:
-            if self.world.buffer:
-                result = tuple([self.forwarded(s, block, address) for address in op.many])
-            else:
-                result = tuple([s[address] for address in op.many])
-        elif kind == CHOOSE:
-            for way in range(op.value):
-                self._arrive(t, block, local, way, a)
-                moves.append((a, bytes(t)))
-            return
         elif kind == CALL:
             assert op.call is not None
             result = op.call(t, a, *op.many)
-        self._arrive(t, block, local, result, a)
         if problem is None and op.check is not None:
             problem = op.check(t, a)
         if problem is not None:
             raise Violation(problem, a, bytes(t))
-        moves.append((a, bytes(t)))
+        self._come(t, a, block, self._after(a, local, result), moves)
 
-    def _arrive(self, t: bytearray, block: int, local: int, result: object, a: int) -> None:
+    def _after(self, a: int, local: int, result: object) -> int:
         automaton = self.actors[a].automaton
         following = automaton.following[local].get(result)
-        if following is None:
-            following = automaton.advance(local, result)
-        t[block] = following & 255
-        t[block + 1] = following >> 8
+        return automaton.advance(local, result) if following is None else following
 
-    def forwarded(self, s: bytes, block: int, address: int) -> int:
+    def _come(self, t: bytearray, a: int, block: int, local: int, moves: list[Step]) -> None:
+        """An actor comes to a local state, and goes on through silent ones."""
+        op = self.actors[a].automaton.ops[local]
+        if op.kind == LOOK:
+            self._come(t, a, block, self._after(a, local, self.looked(t, block, op)), moves)
+        elif op.kind == CHOOSE:
+            for way in range(op.value):
+                self._come(bytearray(t), a, block, self._after(a, local, way), moves)
+        elif op.kind == MARK:
+            problem = op.check(t, a) if op.check is not None else None
+            if problem is not None:
+                raise Violation(problem, a, bytes(t))
+            self._come(t, a, block, self._after(a, local, None), moves)
+        else:
+            t[block], t[block + 1] = local & 255, local >> 8
+            moves.append((a, bytes(t)))
+
+    def looked(self, t: bytes | bytearray, block: int, op: Op) -> tuple[int, ...]:
+        """Return what a LOOK sees."""
+        if self.world.buffer:
+            return tuple([self.forwarded(t, block, address) for address in op.many])
+        return tuple([t[address] for address in op.many])
+
+    def path(self, a: int, before: bytes, after: bytes) -> list[tuple[Op, object]]:
+        """Return the operations of an actor's move, the silent ones too, with their results."""
+        block = self.world.blocks[a]
+        start = before[block] | before[block + 1] << 8
+        end = after[block] | after[block + 1] << 8
+        automaton = self.actors[a].automaton
+        todo: list[tuple[int, list[tuple[Op, object]]]]
+        if start == DEAD:
+            todo = [(FIRST, [])]
+        else:
+            op = automaton.ops[start]
+            results = automaton.following[start].items()
+            todo = [(following, [(op, result)]) for result, following in results]
+        while todo:
+            local, path = todo.pop()
+            if local == end:
+                return path
+            op = automaton.ops[local]
+            if op.kind not in SILENT:
+                continue
+            for result, following in automaton.following[local].items():
+                if op.kind != LOOK or result == self.looked(after, block, op):
+                    todo.append((following, [*path, (op, result)]))
+        raise ModelError(f"no way from {start} to {end}")
+
+    def forwarded(self, s: bytes | bytearray, block: int, address: int) -> int:
         """Return what a load sees: the actor's own youngest store to it, else memory."""
         waiting = block + 2 + self.leases
         for k in range(s[waiting] - 1, -1, -1):
@@ -228,11 +259,7 @@ class Model:
         for a, actor in enumerate(self.actors):
             block = self.world.blocks[a]
             local = s[block] | s[block + 1] << 8
-            if (
-                a != but
-                and actor.waited_for
-                and local != DONE
-                and (local != DEAD or actor.restarts)
-            ):
+            over = local == DONE or (local == DEAD and not actor.restarts)
+            if a != but and actor.waited_for and not over:
                 return False
         return True

@@ -6,7 +6,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
-from .machine import CHOOSE, DEAD, DONE, FIRST, LOAD, LOCK, LOOK, STORE, TEST, TRY, UNLOCK
+from .machine import (
+    CHOOSE,
+    DEAD,
+    DONE,
+    LOAD,
+    LOCK,
+    SILENT,
+    STORE,
+    TEST,
+    TRY,
+    UNLOCK,
+    ModelError,
+    Op,
+)
 from .steps import Model, Violation
 
 
@@ -41,6 +54,7 @@ def trace_to(
 
 
 def _line(model: Model, s: bytes, a: int, t: bytes, killed: bool) -> str:
+    """One step, and in brackets the silent ones that it leads through."""
     world, actor = model.world, model.actors[a]
     block = world.blocks[a]
     local = s[block] | s[block + 1] << 8
@@ -48,29 +62,50 @@ def _line(model: Model, s: bytes, a: int, t: bytes, killed: bool) -> str:
     text = "  ".join(f"{world.words[k]} = {world.render(k, t[k])}" for k in changed)
     if killed:
         return f"{actor.name:12} KILLED before: {actor.automaton.ops[local].label}"
-    if local == DEAD and (t[block] | t[block + 1] << 8) == FIRST:
-        return f"{actor.name:12} starts again"
     if world.buffer and t[block + 2 + model.leases] < s[block + 2 + model.leases]:
         return f"{actor.name:12} its oldest store reaches memory: {text}"
+    try:
+        path = model.path(a, s, t)
+    except ModelError:
+        path = []  # it broke a promise on its way
+    begun = path[0][0].kind not in SILENT if path else local != DEAD
     op = actor.automaton.ops[local]
+    if local == DEAD:
+        line = "starts again"
+    elif begun:
+        line = f"{op.label:34} {_what(model, s, block, op) or text}"
+    else:
+        line = "goes on"
+    silent = [_silent(model, op, result) for op, result in path[1 if begun else 0 :]]
+    return f"{actor.name:12} {line}".rstrip() + (f"  [{'; '.join(silent)}]" if silent else "")
+
+
+def _what(model: Model, s: bytes, block: int, op: Op) -> str:
+    world = model.world
     if op.kind == STORE and world.buffer:
-        text = f"{world.words[op.address]} = {world.render(op.address, op.value)} (buffered)"
-    elif op.kind == LOAD:
+        return f"{world.words[op.address]} = {world.render(op.address, op.value)} (buffered)"
+    if op.kind == LOAD:
         value = model.forwarded(s, block, op.address) if world.buffer else s[op.address]
-        text = f"{world.words[op.address]} is {world.render(op.address, value)}"
-    elif op.kind == CHOOSE:
-        after = t[block] | t[block + 1] << 8
-        ways = actor.automaton.following[local]
-        text = next(f"way {way}" for way in ways if ways[way] == after)
-    elif op.kind == LOOK:
-        text = ", ".join(f"{world.words[k]} is {world.render(k, s[k])}" for k in op.many)
-    elif op.kind in (LOCK, UNLOCK):
-        text = ("lock " if op.kind == LOCK else "unlock ") + world.words[op.address]
-    elif op.kind == TRY:
-        text = f"try {world.words[op.address]}: " + ("got" if s[op.address] == 0 else "held")
-    elif op.kind == TEST:
-        text = f"{world.words[op.address]} is " + ("held" if s[op.address] else "free")
-    return f"{actor.name:12} {op.label:34} {text}".rstrip()
+        return f"{world.words[op.address]} is {world.render(op.address, value)}"
+    if op.kind in (LOCK, UNLOCK):
+        return ("lock " if op.kind == LOCK else "unlock ") + world.words[op.address]
+    if op.kind == TRY:
+        return f"try {world.words[op.address]}: " + ("got" if s[op.address] == 0 else "held")
+    if op.kind == TEST:
+        return f"{world.words[op.address]} is " + ("held" if s[op.address] else "free")
+    return ""
+
+
+def _silent(model: Model, op: Op, result: object) -> str:
+    world = model.world
+    if op.kind == CHOOSE:
+        return f"{op.label} way {result}"
+    if isinstance(result, tuple):
+        pairs = zip(op.many, result, strict=True)
+        return f"{op.label}: " + ", ".join(
+            f"{world.words[k]} {world.render(k, v)}" for k, v in pairs
+        )
+    return op.label
 
 
 def _standing(model: Model, s: bytes) -> Iterator[str]:
