@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from shmconn.pinning import Pinned
+
 # Longest wait for another member's claim: it holds L for microseconds unless it was stopped.
 _CLAIM_WAIT_S = 5.0
 _FIRST = 16
@@ -39,9 +41,18 @@ _FIRST = 16
 class RingView:
     """A ring as one member sees it."""
 
-    def __init__(self, ring: RingSegment, *, counted: bool) -> None:
-        """``counted``: what was lost in this ring so far was lost while we were joined."""
+    def __init__(self, ring: RingSegment, *, counted: bool, pin: bool = False) -> None:
+        """Looks at a ring that was mapped.
+
+        Args:
+            counted: what was lost in this ring so far was lost while we were joined.
+            pin: register the pages with the device.
+        """
         self.ring = ring
+        self.pinned = _pin(ring) if pin else None
+        if self.pinned is not None:
+            # Leases keep the view: its pages are unregistered after the last of them has ended.
+            weakref.finalize(self, self.pinned.close).atexit = False
         self.bell = Doorbell(ring.file.name)
         self._lost_before = Counter[str]() if counted else self._tombstones()
 
@@ -67,6 +78,17 @@ class RingView:
             return None
         # It may have closed between the two looks.
         return "closed" if self.ring.words.load(layout.CLOSED) else "died"
+
+
+def _pin(ring: RingSegment) -> "Pinned | None":
+    """Registers the ring's pages with the device; None, and one warning, if it cannot be done."""
+    from shmconn.pinning import Pinned
+
+    return Pinned.try_register(
+        memoryview(ring.map)[ring.shape.data :],
+        f"subscribe(pin=True): the pages of ring {ring.name!r} are not registered, so copies to "
+        "a device are slower and wait",
+    )
 
 
 class Member:
@@ -244,7 +266,10 @@ class Member:
         lease.follow(buffer)
         self._count(layout.MEMBER_CLAIMED, 1)
         self._count(layout.MEMBER_BYTES, row.json_offset)
-        return Sample(facts, buffer, row.ids_offset)
+        edges: tuple[int, ...] = ()
+        if view.pinned is not None:
+            edges = view.pinned.edges(start - ring.shape.data, row.json_offset)
+        return Sample(facts, buffer, row.ids_offset, edges)
 
     def _count(self, field: int, by: int) -> None:
         at = layout.member_row(self.group, self.row) + field

@@ -148,6 +148,8 @@ class Sample:
     facts: Facts
     _buffer: Any = field(repr=False)
     _ids_offset: int = field(repr=False)
+    # Offsets that one copy to a device must not cross: edges of the pages' registration.
+    _edges: tuple[int, ...] = field(repr=False, default=())
     _tensors: "dict[str, torch.Tensor]" = field(repr=False, default_factory=dict)
 
     @property
@@ -265,13 +267,31 @@ class Sample:
         device = torch.device(device)
         if device.type == "cpu":
             return self.hidden_states.clone(), self.token_ids.clone()
-        states = self.hidden_states.to(device, non_blocking=non_blocking)
-        ids = self.token_ids.to(device, non_blocking=non_blocking)
+        states = self._to(device, self.hidden_states, 0, non_blocking)
+        ids = self._to(device, self.token_ids, self._ids_offset, non_blocking)
         if non_blocking:
             event = torch.Event(device)
             event.record()
             _device_copies.keep(event, self._live())
         return states, ids
+
+    def _to(
+        self, device: "torch.device", tensor: "torch.Tensor", start: int, non_blocking: bool
+    ) -> "torch.Tensor":
+        """A copy of a tensor that lies ``start`` bytes after the beginning of the run."""
+        import torch
+
+        inside = [edge for edge in self._edges if start < edge < start + tensor.nbytes]
+        if not inside:
+            return tensor.to(device, non_blocking=non_blocking)
+        copy = torch.empty_like(tensor, device=device)
+        source, target = tensor.view(-1), copy.view(-1)
+        at = 0
+        for edge in (*inside, start + tensor.nbytes):
+            to = (edge - start) // tensor.element_size()
+            target[at:to].copy_(source[at:to], non_blocking=non_blocking)
+            at = to
+        return copy
 
     def release(self) -> None:
         """Drops this sample's own references to the ring.
