@@ -156,7 +156,11 @@ def make_capture(cache: CacheView, data_area: memoryview) -> Capture:
     Args:
         data_area: the ring's pages, to be registered with the device.
     """
-    return HostCapture(cache)
+    if cache.states.device.type == "cpu":
+        return HostCapture(cache)
+    from shmconn.capture_cuda import DeviceCapture
+
+    return DeviceCapture(cache, data_area)
 
 
 class HostCapture:

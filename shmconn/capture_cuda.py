@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies blocks out of a cache in device memory at the speed of the bus.
+
+    cache ──gather──► staging (2 x 64 MiB on the device) ──one DMA a chunk──► slot
+
+Two lanes, each a stream with a staging buffer, take turns: while one lane's chunk crosses the
+bus, the other gathers. The ring's pages are registered with the device at start, so the DMA goes
+straight into the slot; where that fails, it goes into a pinned buffer and on from there. All
+buffers are allocated once: a request of any length needs no more. The compute stream is never
+waited for by the host: an event recorded on it holds the lanes back.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmconn.capture import CacheView
+from shmconn.fill import Fill
+from shmconn.handle import format_size
+
+logger = logging.getLogger("vllm.shmconn")
+
+CHUNK_BYTES = 64 << 20
+# Registering is slow and cannot be interrupted: about 0.3 s a GiB.
+REGISTER_BYTES = 1 << 30
+
+
+class Device:
+    """What is asked of an accelerator; a test puts another in its place."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._registered: list[int] = []
+
+    def bind(self) -> None:
+        """Makes the device the current one of this thread."""
+        torch.accelerator.set_device_index(self._device)
+
+    def mark(self) -> Any:
+        """An event after all work that this thread has queued on its current stream."""
+        event = self._module.Event()
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    def stream(self) -> Any:
+        """A stream of our own."""
+        return self._module.Stream(self._device)
+
+    def on(self, stream: Any) -> Any:
+        """A context in which work goes to this stream."""
+        return self._module.stream(stream)
+
+    def event(self) -> Any:
+        """An event whose waiter sleeps and does not spin, where the device has such."""
+        kind = self._module.Event
+        return kind(blocking=True) if self._device.type == "cuda" else kind()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Device memory."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that the device reads and writes by itself."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def register(self, area: memoryview) -> str | None:
+        """Lets the device write into host memory that is there already.
+
+        Returns:
+            ``None``, or why it cannot be done; then nothing is registered.
+        """
+        if self._device.type != "cuda":
+            return f"{self._device.type} has no call for it"
+        runtime = self._module.cudart()
+        start = np.frombuffer(area, dtype=np.uint8).ctypes.data
+        for offset in range(0, area.nbytes, REGISTER_BYTES):
+            size = min(REGISTER_BYTES, area.nbytes - offset)
+            code = int(runtime.cudaHostRegister(start + offset, size, 0))
+            if code != 0:
+                self.unregister()
+                self._clear_error()
+                return f"cudaHostRegister of {format_size(size)} gave error {code}"
+            self._registered.append(start + offset)
+        return None
+
+    def unregister(self) -> None:
+        """Takes it back; comes before the memory is unmapped."""
+        for address in self._registered:
+            self._module.cudart().cudaHostUnregister(address)
+        self._registered.clear()
+
+    def _clear_error(self) -> None:
+        """CUDA keeps the code of a failed call and hands it to whoever launches next."""
+        try:
+            torch.zeros(1, device=self._device).add_(1)
+        except RuntimeError as error:
+            logger.debug("shmconn: cleared %s", error)
+
+
+class Lane:
+    """A stream and its buffers; one chunk is under way in it at most.
+
+    Args:
+        words: the cache as integers, ``[blocks, block, layers, words]``.
+        blocks: blocks in one chunk.
+        bounce: whether the slot's memory is not registered.
+    """
+
+    def __init__(self, device: Device, words: torch.Tensor, blocks: int, *, bounce: bool) -> None:
+        self._words = words
+        self._device = device
+        self._stream = device.stream()
+        self._staging = device.empty((blocks, *words.shape[1:]), words.dtype)
+        self._rows = self._staging.view(-1, *words.shape[2:])
+        self._ids = device.empty((blocks,), torch.int64)
+        self._ids_pinned = device.pinned((blocks,), torch.int64)
+        self._bounce = device.pinned(self._rows.shape, words.dtype) if bounce else None
+        self._ids_read = device.event()
+        self._sent = device.event()
+        self._target: torch.Tensor | None = None
+
+    def send(self, blocks: Sequence[int], target: torch.Tensor, ready: Any) -> None:
+        """Queues one chunk: the first rows of these blocks go to ``target``, after ``ready``."""
+        if self._bounce is not None:
+            self.finish()
+        self._ids_read.synchronize()
+        count, rows = len(blocks), target.shape[0]
+        self._ids_pinned.numpy()[:count] = blocks
+        with self._device.on(self._stream):
+            self._stream.wait_event(ready)
+            self._ids[:count].copy_(self._ids_pinned[:count], non_blocking=True)
+            self._ids_read.record(self._stream)
+            torch.index_select(self._words, 0, self._ids[:count], out=self._staging[:count])
+            landing = target if self._bounce is None else self._bounce[:rows]
+            landing.copy_(self._rows[:rows], non_blocking=True)
+            self._sent.record(self._stream)
+        self._target = target
+
+    def finish(self) -> None:
+        """Waits until the last chunk is in its slot."""
+        if self._target is None:
+            return
+        self._sent.synchronize()
+        if self._bounce is not None:
+            np.copyto(self._target.numpy(), self._bounce[: self._target.shape[0]].numpy())
+        self._target = None
+
+    def abandon(self) -> None:
+        """Waits until nothing of this lane writes anywhere any more."""
+        self._stream.synchronize()
+        self._target = None
+
+
+class DeviceCapture:
+    """Copies out of a cache in device memory.
+
+    Args:
+        data_area: the ring's pages; registered here, given back by ``close``.
+        chunk_bytes: size of each of the two staging buffers.
+    """
+
+    def __init__(
+        self,
+        cache: CacheView,
+        data_area: memoryview,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        device: Device | None = None,
+    ) -> None:
+        self._cache = cache
+        self._device = device or Device(cache.states.device)
+        problem = self._device.register(data_area)
+        if problem is not None:
+            logger.warning(
+                "shmconn: the ring's memory cannot be registered with the device (%s); samples go "
+                "through a pinned buffer, which is slower",
+                problem,
+            )
+        words = cache.words()
+        self._words = words
+        self._chunk = max(1, chunk_bytes // (cache.block * cache.row_bytes))
+        try:
+            self._lanes = [
+                Lane(self._device, words, self._chunk, bounce=problem is not None) for _ in range(2)
+            ]
+        except BaseException:
+            self._device.unregister()
+            raise
+
+    def mark(self) -> Any:
+        """A point on the compute stream that no copy passes before it is reached."""
+        return self._device.mark()
+
+    def bind(self) -> None:
+        """The copier's thread works on the cache's device."""
+        self._device.bind()
+
+    def copy(self, fill: Fill, blocks: Sequence[int], ready: Any) -> None:
+        """Fills the slot; the last byte has landed when this returns, or raises."""
+        ids = self._cache.cache_blocks(blocks, fill.tokens)
+        target = torch.frombuffer(fill.states, dtype=self._words.dtype)
+        target = target.view(fill.tokens, *self._words.shape[2:])
+        rows = self._chunk * self._cache.block
+        try:
+            for turn, first in enumerate(range(0, len(ids), self._chunk)):
+                at = turn * rows
+                lane = self._lanes[turn % len(self._lanes)]
+                lane.send(ids[first : first + self._chunk], target[at : at + rows], ready)
+            for lane in self._lanes:
+                lane.finish()
+        except BaseException:
+            # The slot's pages are somebody else's once this is left.
+            for lane in self._lanes:
+                lane.abandon()
+            raise
+
+    def close(self) -> None:
+        """Waits for what is under way and lets go of the ring's memory."""
+        try:
+            for lane in self._lanes:
+                lane.abandon()
+        finally:
+            self._device.unregister()
