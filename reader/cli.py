@@ -155,6 +155,72 @@ def remove_rings(
     show.remove_rings(name, force=force)
 
 
+@app.command()
+def top(
+    name: NameArgument = None,
+    interval: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Between two looks.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="One look after one interval.")] = False,
+) -> None:
+    """Watch rings and groups live: fill, samples and GB per second, lag, leases, who stalls.
+
+    It only looks, and joins nothing. Ctrl-C ends it.
+
+    Examples:
+
+    - `shmconn top`
+    - `shmconn top qwen --interval 0.5`
+    - `shmconn top --once`
+    """
+    from reader import top as screen
+    from shmconn.handle import check_name
+
+    screen.run(check_name(name) if name else None, interval_s=interval, once=once)
+
+
+@app.command()
+def inspect(
+    source: Annotated[
+        str, typer.Argument(metavar="FILE|RING", help="A file of a sample, a shard, or a ring.")
+    ],
+    index: Annotated[int, typer.Option(min=0, help="Which sample of a shard.")] = 0,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw a heat map of the norms there.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a sample: its metadata, and the length of its hidden states by layer.
+
+    Of a ring it copies the newest sample and takes it from no reader.
+
+    Examples:
+
+    - `shmconn inspect out/hs_12.safetensors`
+    - `shmconn inspect shards/shard-00000.safetensors --index 17 --png sample.png`
+    - `shmconn inspect qwen`
+    """
+    from reader import inspect as look
+
+    look.run(source, index=index, png=png, as_json=as_json)
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Look for what would get in the way on this host, and say what to change.
+
+    Exit code 1 if something is bad.
+
+    Examples:
+
+    - `shmconn doctor`
+    - `shmconn doctor --json | jq '.[] | select(.state != "ok")'`
+    """
+    from reader import doctor as checks
+
+    raise typer.Exit(checks.run(as_json=as_json))
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": False},
 )

@@ -2,6 +2,7 @@
 """The options of ``shmconn drain``."""
 
 import dataclasses
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -113,6 +114,16 @@ def drain(
         str | None,
         typer.Option(metavar="FILE", help="Log there; SIGHUP opens it anew.", rich_help_panel=_SEE),
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, metavar="PORT", help="Serve Prometheus metrics.", rich_help_panel=_SEE
+        ),
+    ] = None,
+    metrics_host: Annotated[
+        str,
+        typer.Option(metavar="ADDRESS", help="Where to serve them.", rich_help_panel=_SEE),
+    ] = "127.0.0.1",
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=_SEE)
     ] = False,
@@ -137,19 +148,23 @@ def drain(
     - `shmconn drain qwen --to out/ --wait 300 --follow`
     - `shmconn drain qwen --to /scratch/a --to /nfs/b --writers 4`
     - `shmconn drain qwen --to a --to b --format shards --format modelopt`
+    - `shmconn drain qwen --to out/ --follow --log-format json --metrics-port 9123`
     """
     from rich.console import Console
 
     from reader import service
     from reader.lane import Limits
     from reader.logs import Logs
+    from reader.metrics import Metrics
     from reader.progress import Progress
     from reader.sinks import SinkOptions
+    from shmconn.subscription import the_only_ring
 
     if log_format not in ("text", "json"):
         raise OptionError(f"--log-format {log_format!r} is unknown: use text or json")
+    ring = check_name(name) if name is not None else the_only_ring()
     options = service.DrainOptions(
-        ring=check_name(name) if name is not None else None,
+        ring=ring,
         outputs=_outputs(
             to or [],
             formats or [],
@@ -179,9 +194,22 @@ def drain(
     console = Console(stderr=True, highlight=False)
     logs = Logs(console, as_json=log_format == "json", file=log_file)
     progress = Progress(console, live=log_format == "text", quiet=quiet)
+    metrics = None
     try:
-        outcome = service.run(options, progress, reopen_logs=logs.reopen)
+        if metrics_port is not None:
+            metrics = Metrics(ring, metrics_host, metrics_port)
+            logging.getLogger("shmconn").info(
+                "metrics at http://%s:%d/metrics", metrics_host, metrics.port
+            )
+        outcome = service.run(
+            options,
+            progress,
+            reopen_logs=logs.reopen,
+            observe=metrics.observe if metrics is not None else None,
+        )
     finally:
+        if metrics is not None:
+            metrics.close()
         logs.close()
     for line in outcome.lines:
         print(line, file=sys.stderr if line.startswith("error: ") else sys.stdout)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import shmconn
 from reader.lane import Lane, Limits
+from reader.notify import notify
 from reader.progress import Progress, Snapshot
 from reader.sinks import Sink, SinkOptions, open_sink
 from shmconn.errors import OptionError
@@ -62,7 +63,7 @@ class DrainOptions:
     """What the user asked of a drain.
 
     Attributes:
-        ring: its name; None takes the only ring there is.
+        ring: its name.
         outputs: each gets every sample.
         follow: go on with the next generation when the producer ends.
         wait_s: seconds to wait for the ring to appear.
@@ -71,7 +72,7 @@ class DrainOptions:
         stop_s: seconds that a stop waits for samples that are being written.
     """
 
-    ring: str | None
+    ring: str
     outputs: Sequence[Output]
     follow: bool = False
     wait_s: float = 0.0
@@ -140,7 +141,6 @@ def run(
     progress: Progress,
     *,
     reopen_logs: Callable[[], None] | None = None,
-    ready: Callable[[], None] | None = None,
     observe: Callable[[list[Snapshot]], None] | None = None,
 ) -> Outcome:
     """Drain a ring until its end, a limit, a signal or an error.
@@ -149,13 +149,12 @@ def run(
         options: what to do.
         progress: shows how it goes.
         reopen_logs: called at SIGHUP.
-        ready: called once all groups have joined.
         observe: called with each look at the outputs.
 
     Raises:
         ShmConnError: the drain could not begin; nothing was joined.
     """
-    return _Drain(options, progress, observe).run(reopen_logs, ready)
+    return _Drain(options, progress, observe).run(reopen_logs)
 
 
 class _Drain:
@@ -173,9 +172,7 @@ class _Drain:
         self._lanes: list[Lane] = []
         self._told_ends = 0
 
-    def run(
-        self, reopen_logs: Callable[[], None] | None, ready: Callable[[], None] | None
-    ) -> Outcome:
+    def run(self, reopen_logs: Callable[[], None] | None) -> Outcome:
         signals = _Signals(reopen_logs)
         with signals.installed():
             sinks = self._open_sinks()
@@ -187,8 +184,7 @@ class _Drain:
                 for sink in sinks:
                     sink.close()  # and so finish what a drain that was killed left open
                 raise
-            if ready is not None:
-                ready()
+            notify("READY=1")
             started = time.monotonic()
             for lane in self._lanes:
                 lane.start()
@@ -240,6 +236,7 @@ class _Drain:
         if signals.received is None:
             return
         name = signal.Signals(signals.received).name
+        notify("STOPPING=1")
         log.info("%s: finishing the samples that are being written", name)
         for lane in self._lanes:
             lane.stop()
