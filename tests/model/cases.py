@@ -73,6 +73,7 @@ PUSH = (
     _case("get, settled out of turn", by_handle, script=OUT_OF_TURN, asks=((3, 1, 2),), kills=1),
     _case("get, two members", by_handle, script=TWO_PUTS[:1], asks=((1,), (1,)), gives_back=True),
     _case("runs of pages", runs_of_pages, sizes=(1, 2, 1)),
+    _case("two leases at once, 1 kill", one_ring, slots=2, samples=3, keeps=2, kills=1),
 )
 
 LONG = (
@@ -92,6 +93,15 @@ LONG = (
         samples=3,
         gives_back=True,
         kills=2,
+    ),
+    _case(
+        "two members with two leases each, 1 kill",
+        one_ring,
+        groups=(2,),
+        slots=2,
+        samples=3,
+        keeps=2,
+        kills=1,
     ),
     _case("three members, 1 kill", one_ring, groups=(3,), kills=1),
     _case("a newcomer, 1 kill", one_ring, groups=(1, 1), kills=1),

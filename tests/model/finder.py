@@ -56,7 +56,7 @@ def finder(
         if got is not None:
             s, n = got
             del got
-            yield from end_lease(w, 0, r, s, n, m, gives_back)
+            yield from end_lease(w, 0, r, s, n, gives_back)
             del s, n
     yield from leave(w, i, r, m)
 
@@ -115,7 +115,7 @@ def _in_slots(w: World, i: int, g: int, r: int, m: int, k: int) -> Program:
         del p, start
         got = False
         if wanted:
-            got = yield from candidate(w, i, g, r, s, n, m, k)
+            got = yield from candidate(w, i, g, r, s, n, m, number=k)
         yield unlock(w.claim_lock(i, r), "claim 8")
         if got:
             return s, n

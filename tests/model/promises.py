@@ -313,7 +313,9 @@ class World(Names):
                 if not 0 < n <= t[self.published(g)] or n < t[self.start(g, r)]:
                     continue
                 word = t[self.hold(g, r, slot)]
-                if word < held(n, UNCLAIMED) or (self.sole and word != held(n, RELEASED)):
+                lease = frozenset([self._lease_numbers[g, r, slot, n]])
+                read = word == held(n, RELEASED) or self.leased(t, lease)
+                if word < held(n, UNCLAIMED) or (self.sole and not read):
                     return f"an early end of ring {g}: sample {n} is unread"
             return None
 

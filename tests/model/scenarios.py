@@ -63,6 +63,7 @@ def one_ring(
     removes: int = 0,
     leaves_early: tuple[int, ...] = (),
     gives_back: bool = False,
+    keeps: int = 1,
     by_handle: tuple[int, ...] = (),
 ) -> Model:
     """One ring that is there. `groups[k]` is how many members group k + 1 has."""
@@ -91,7 +92,9 @@ def one_ring(
     ]
     members, alike = _members(
         groups,
-        lambda name: member(w, name, leaves_early=name in leaves_early, gives_back=gives_back),
+        lambda name: member(
+            w, name, leaves_early=name in leaves_early, gives_back=gives_back, keeps=keeps
+        ),
         killed,
         for_good,
         len(actors),
@@ -101,7 +104,7 @@ def one_ring(
         actors.append(
             Actor("operator", Automaton(lambda: operator(w, 0, removes)), waited_for=False)
         )
-    return Model(w, actors, kills=kills, alike=alike)
+    return Model(w, actors, kills=kills, alike=alike, leases=keeps)
 
 
 def whole_life(

@@ -127,6 +127,7 @@ class Layout:
     def _locks(self) -> None:
         for g in self.rings:
             self._word(f"P{g}" if len(self.rings) > 1 else "P", "P", g)
+        self.registry_locks = len(self.words)
         for i in self.registries:
             tail = f"@{i}" if len(self.registries) > 1 else ""
             self._word(f"R{tail}", "R", i)

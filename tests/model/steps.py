@@ -113,7 +113,9 @@ class Model:
             if waiting:
                 moves.append((a, self._drain(s, a, block)))
             if local <= DONE:
-                if local == DEAD and actor.restarts:
+                if local == DONE or self._close_files(s, a, moves):
+                    continue
+                if actor.restarts:
                     self._come(bytearray(s), a, block, FIRST, moves)
                 continue
             op = actor.automaton.ops[local]
@@ -248,11 +250,33 @@ class Model:
     def _kill(self, s: bytes, a: int, block: int) -> bytes:
         t = bytearray(s)
         t[block : block + 2 + self.leases] = bytes(2 + self.leases)
-        for k in range(self.world.first_lock, self.world.last_lock):
-            if s[k] == a + 1:
-                t[k] = 0
         t[self.world.kills] -= 1
+        held = self._locks_of(s, a)
+        if len(held) == 1:
+            for k in held[0]:
+                t[k] = 0
         return bytes(t)
+
+    def _locks_of(self, s: bytes, a: int) -> list[list[int]]:
+        """Return the locks of an actor, file by file: the ring's, the registry's."""
+        first, last, middle = self.world.first_lock, self.world.last_lock, self.world.registry_locks
+        if a + 1 not in s[first:last]:
+            return []
+        files = (
+            [k for k in part if s[k] == a + 1]
+            for part in (range(first, middle), range(middle, last))
+        )
+        return [locks for locks in files if locks]
+
+    def _close_files(self, s: bytes, a: int, moves: list[Step]) -> bool:
+        """The kernel closes the files of a dead process one after the other."""
+        files = self._locks_of(s, a)
+        for locks in files:
+            t = bytearray(s)
+            for k in locks:
+                t[k] = 0
+            moves.append((a, bytes(t)))
+        return bool(files)
 
     def finished(self, s: bytes, but: int = -1) -> bool:
         """Has every actor that can go on finished, but perhaps one?"""

@@ -52,7 +52,7 @@ def read_all(w: World, i: int, r: int, m: int) -> Program:
         if got:
             s, n = got
             del got, over
-            yield from end_lease(w, g, r, s, n, m)
+            yield from end_lease(w, g, r, s, n)
             del s, n, g
             continue
         g = over = 0
@@ -78,9 +78,15 @@ def subscriber_of_each_generation(w: World, name: int) -> Program:
         places = (*places, place)
         r, m = place
         del place
-        while not (yield from visit(w, g, g, r, m)):
-            pass
-        del r, m
+        got = None
+        while got != "end":
+            got = yield from visit(w, g, g, r, m)
+            if isinstance(got, tuple):
+                s, n = got
+                got = None
+                yield from end_lease(w, g, r, s, n)
+                del s, n
+        del r, m, got
     for g in w.rings:
         yield from leave(w, g, *places[g])
 

@@ -60,6 +60,9 @@ def _line(model: Model, s: bytes, a: int, t: bytes, killed: bool) -> str:
     local = s[block] | s[block + 1] << 8
     changed = [k for k in range(world.first_lock) if s[k] != t[k]]
     text = "  ".join(f"{world.words[k]} = {world.render(k, t[k])}" for k in changed)
+    if local == DEAD and (t[block] | t[block + 1] << 8) == DEAD:
+        freed = [world.words[k] for k in range(world.first_lock, world.last_lock) if s[k] != t[k]]
+        return f"{actor.name:12} the kernel frees {', '.join(freed)}"
     if killed:
         return f"{actor.name:12} KILLED before: {actor.automaton.ops[local].label}"
     if world.buffer and t[block + 2 + model.leases] < s[block + 2 + model.leases]:
