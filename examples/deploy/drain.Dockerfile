@@ -1,0 +1,3 @@
+FROM python:3.12-slim
+RUN pip install --no-cache-dir shmconn prometheus-client
+ENTRYPOINT ["shmconn"]

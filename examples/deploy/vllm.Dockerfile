@@ -1,0 +1,3 @@
+FROM vllm/vllm-openai:latest
+RUN pip install --no-cache-dir shmconn
+ENTRYPOINT []
