@@ -48,11 +48,15 @@ class SegmentCorrupt(ShmConnError):
     """
 
     def __init__(self, segment: str, field: str, detail: str) -> None:
-        super().__init__(
+        super().__init__(segment, field, detail)
+        self.field = field
+
+    def __str__(self) -> str:
+        segment, field, detail = self.args
+        return (
             f"segment {segment!r} is damaged: {field} {detail}. "
             f"Nothing was read from it; remove it with `shmconn rm` once its producer is gone."
         )
-        self.field = field
 
 
 class LayoutMismatch(ShmConnError):
@@ -72,6 +76,9 @@ class NoSpace(ShmConnError, OSError):
     def __str__(self) -> str:
         return str(self.args[1])
 
+    def __reduce__(self) -> tuple[type["NoSpace"], tuple[str]]:
+        return type(self), (str(self),)
+
 
 class Busy(ShmConnError, TimeoutError):
     """A lock could not be had in time."""
@@ -89,7 +96,8 @@ class ProducerDied(ShmConnError):
         settled: every request up to this number was published or has a tombstone.
     """
 
-    def __init__(self, message: str, *, accepted: int, settled: int) -> None:
+    # A message alone is enough: so errors come through pickles, and through DataLoader workers.
+    def __init__(self, message: str, *, accepted: int = 0, settled: int = 0) -> None:
         super().__init__(message)
         self.accepted = accepted
         self.settled = settled
@@ -108,7 +116,7 @@ class SampleLost(ShmConnError):
         retry: whether sending the request again may help.
     """
 
-    def __init__(self, message: str, *, reason: str, retry: bool) -> None:
+    def __init__(self, message: str, *, reason: str = "fault", retry: bool = False) -> None:
         super().__init__(message)
         self.reason = reason
         self.retry = retry

@@ -249,6 +249,23 @@ class Sample:
         buffer = bytearray(memoryview(self._live()).cast("B"))
         return Sample(self.facts, buffer, self._ids_offset)
 
+    def __reduce__(self) -> "tuple[Any, tuple[Facts, torch.Tensor, int]]":
+        """Pickles a copy: a lease cannot leave its process.
+
+        torch's own pickler, which the queues of its DataLoader use, carries the copy in shared
+        memory.
+        """
+        import torch
+
+        data = memoryview(self._live()).cast("B")
+        if not len(data):
+            return _unpickle, (self.facts, torch.empty(0, dtype=torch.uint8), self._ids_offset)
+        # Straight into memory that torch can share, so that sharing it is no second copy.
+        storage = torch.UntypedStorage._new_shared(len(data))  # type: ignore[no-untyped-call]
+        copy = torch.empty(0, dtype=torch.uint8).set_(storage)
+        copy.copy_(torch.frombuffer(data, dtype=torch.uint8))
+        return _unpickle, (self.facts, copy, self._ids_offset)
+
     def to(self, device: Any, non_blocking: bool = False) -> "tuple[torch.Tensor, torch.Tensor]":
         """Copies of both tensors on a device.
 
@@ -300,6 +317,10 @@ class Sample:
         """
         self._tensors.clear()
         self._buffer = None
+
+
+def _unpickle(facts: Facts, data: "torch.Tensor", ids_offset: int) -> Sample:
+    return Sample(facts, data.numpy(), ids_offset)
 
 
 class _DeviceCopies:

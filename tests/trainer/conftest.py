@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rings of a test's own."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from trainer_tools import make_producer
+
+from shmconn import Producer
+
+
+@pytest.fixture
+def make(ring_name: str) -> Iterator[Callable[..., Producer]]:
+    """Makes producers of this test's ring; they are closed at its end."""
+    made: list[Producer] = []
+
+    def create(**options: Any) -> Producer:
+        made.append(make_producer(ring_name, **options))
+        return made[-1]
+
+    yield create
+    for producer in made:
+        producer.close()
