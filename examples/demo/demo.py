@@ -11,6 +11,7 @@ leaves no process and nothing in /dev/shm in any case.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import secrets
@@ -23,18 +24,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from processes import Child, shm_names, unlink_unused
+from processes import Child, shm_files, unlink_unused
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 from send import AT_ONCE, TIMES, Prompt, read_prompts, send_all
 
 from shmconn.directory import remove_group, remove_rings, rings
-from shmconn.errors import RingMissing
+from shmconn.errors import OptionError, RingMissing
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -84,7 +84,7 @@ class Demo:
         self.sends = self.folder / "sends.jsonl"
         self.port = _free_port()
         self.children: list[Child] = []
-        self.shm_before = shm_names()
+        self.shm_before = shm_files()
 
     def start(self, name: str, arguments: list[str]) -> Child:
         """Run `shmconn ARGUMENTS` in the background, with a log."""
@@ -198,29 +198,31 @@ class Demo:
         return total("prefix_cache_hits"), total("prefix_cache_queries")
 
     def leftovers(self) -> list[str]:
-        """What this run left behind: processes, and names in /dev/shm."""
-        ours = {name for child in self.children for name in child.shm}
-        new = shm_names() - self.shm_before
-        # Other programs come and go meanwhile: only what our processes used or named is ours.
-        left = [f"/dev/shm/{name}" for name in sorted(new) if name in ours or self.ring in name]
+        """What this run left behind: processes, and files in /dev/shm."""
         members = [(child.name, child.members()) for child in self.children]
-        return left + [f"process {pid} of the {name}" for name, pids in members for pid in pids]
+        processes = [f"process {pid} of the {name}" for name, pids in members for pid in pids]
+        return [f"/dev/shm/{name}" for name in self.own_shm()] + processes
+
+    def own_shm(self) -> list[str]:
+        """New files in /dev/shm that are this run's; other programs come and go meanwhile."""
+        ours = set().union(*(child.shm for child in self.children))
+        new = {name: inode for name, inode in shm_files().items() if name not in self.shm_before}
+        return sorted(name for name, inode in new.items() if inode in ours or self.ring in name)
 
     def clean_up(self) -> None:
         """End every process that is left, then free what a killed one could not."""
-        for child in self.children:
-            child.look()
-        for child in self.children:
+        # The server first: a drain ends by itself when its ring does.
+        for child in reversed(self.children):
             if child.members():
                 console.print(f"  the {child.name} is told to end, up to {CLEANUP_GRACE_S:.0f} s")
                 child.end(CLEANUP_GRACE_S)
-        try:
+        # Mostly both are gone by now.
+        with contextlib.suppress(RingMissing, OptionError):
             remove_group(self.ring, GROUP)
-            remove_rings(self.ring)
-        except RingMissing:
-            pass
-        names = {name for child in self.children for name in child.shm} - self.shm_before
-        for name in unlink_unused(name for name in names if name.startswith("psm_")):
+        with contextlib.suppress(RingMissing):
+            remove_rings(self.ring, force=True)
+        vllms = [name for name in self.own_shm() if name.startswith(("psm_", "sem.mp-"))]
+        for name in unlink_unused(vllms):
             console.print(f"  removed /dev/shm/{name}, which the killed vLLM had left")
 
 
@@ -230,8 +232,11 @@ def main() -> int:
     if dtype not in DTYPES:
         console.print(f"[red]DTYPE={escape(dtype)} is unknown: use one of {', '.join(DTYPES)}[/]")
         return 2
+    # A shell without job control starts background commands deaf to Ctrl-C; its children need it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGHUP, _interrupt)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _interrupt)
     demo = Demo(dtype)
     ok = False
     try:
@@ -266,7 +271,7 @@ def run(demo: Demo) -> bool:
         )
     with stage(3, "vLLM is told to end (SIGTERM); the drain reads the rest and ends") as status:
         demo.stop(server, drain, status)
-        console.print(f"  drain: {escape(drain.last_line())}")
+        console.print(f"  drain: {escape(_relative(drain.last_line()))}", soft_wrap=True)
     with stage(4, "every file is checked against transformers in float32"):
         ok = demo.verify()
     with stage(5, "what is left behind?"):
@@ -281,7 +286,7 @@ def run(demo: Demo) -> bool:
     return ok and not left
 
 
-@contextmanager
+@contextlib.contextmanager
 def stage(number: int, title: str) -> Iterator[Status]:
     """Announce a stage, show a live line while it runs, and say how long it took."""
     console.print(f"[bold cyan]{number}/5[/] [bold]{title}[/]")
@@ -313,7 +318,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _shown(arguments: list[str]) -> str:
     """A command as one would type it in the project's folder."""
-    return shlex.join(argument.removeprefix(f"{ROOT}/") for argument in arguments)
+    return _relative(shlex.join(arguments))
+
+
+def _relative(text: str) -> str:
+    return text.replace(f"{ROOT}/", "")
 
 
 def _free_port() -> int:

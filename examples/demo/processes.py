@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 SHM = Path("/dev/shm")
+_ASK_AGAIN_S = 10.0
 
 
 class Child:
@@ -20,7 +23,7 @@ class Child:
     children in order; and so that whatever the command started can be found and ended too.
 
     Attributes:
-        shm: Names in /dev/shm that the session was seen to use.
+        shm: Inodes of the files in /dev/shm that the session was seen to use.
     """
 
     def __init__(
@@ -28,7 +31,7 @@ class Child:
     ) -> None:
         self.name = name
         self.log = log
-        self.shm: set[str] = set()
+        self.shm: set[int] = set()
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
@@ -62,7 +65,7 @@ class Child:
         return [pid for pid in _pids() if _session(pid) == self._process.pid]
 
     def look(self) -> None:
-        """Note which names in /dev/shm the session uses now."""
+        """Note which files in /dev/shm the session uses now."""
         for pid in self.members():
             self.shm |= _mapped(pid)
 
@@ -80,8 +83,15 @@ class Child:
 
     def end(self, grace_s: float) -> None:
         """SIGTERM, a wait of up to `grace_s`, then SIGKILL to what is left of the session."""
-        self.terminate()
-        self.wait(grace_s)
+        until = time.monotonic() + grace_s
+        asked = 0.0
+        while self.code is None and time.monotonic() < until:
+            # vLLM is deaf to the signal in a part of its start.
+            if time.monotonic() - asked > _ASK_AGAIN_S:
+                self.terminate()
+                asked = time.monotonic()
+            self.look()
+            self.wait(0.2)
         for pid in self.members():
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -90,21 +100,23 @@ class Child:
         self._process.wait()
 
 
-def shm_names() -> set[str]:
-    """What is in /dev/shm now."""
-    return {entry.name for entry in SHM.iterdir()}
+def shm_files() -> dict[str, int]:
+    """What is in /dev/shm now: names and inodes."""
+    files = {}
+    for entry in os.scandir(SHM):
+        # A file may go between the look at the folder and at it.
+        with contextlib.suppress(FileNotFoundError):
+            files[entry.name] = entry.inode()
+    return files
 
 
 def unlink_unused(names: Iterable[str]) -> list[str]:
-    """Remove those names from /dev/shm that no process maps any more; returns them."""
+    """Remove those files from /dev/shm that no process maps any more; returns their names."""
     used = set().union(*(_mapped(pid) for pid in _pids()))
-    removed = []
-    for name in sorted(set(names) - used):
-        try:
-            (SHM / name).unlink()
-        except FileNotFoundError:
-            continue
-        removed.append(name)
+    files = shm_files()
+    removed = sorted(name for name in names if name in files and files[name] not in used)
+    for name in removed:
+        (SHM / name).unlink(missing_ok=True)
     return removed
 
 
@@ -123,10 +135,10 @@ def _session(pid: int) -> int | None:
     return None if state in "ZX" else int(session)
 
 
-def _mapped(pid: int) -> set[str]:
+def _mapped(pid: int) -> set[int]:
+    """Inodes, because a semaphore is mapped under a name that it had before its own."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
         return set()
-    paths = (line.split(maxsplit=5)[5] for line in lines if f" {SHM}/" in line)
-    return {Path(path).name for path in paths if not path.endswith(" (deleted)")}
+    return {int(line.split(maxsplit=5)[4]) for line in lines if f" {SHM}/" in line}

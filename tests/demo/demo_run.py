@@ -12,7 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo"
-SHM = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -36,15 +35,20 @@ def children() -> set[int]:
     return found
 
 
-def shm_in_use() -> set[str]:
-    """Names in /dev/shm that a living process maps."""
+def shm_files() -> dict[str, int]:
+    """Names and inodes in /dev/shm."""
+    return {entry.name: entry.inode() for entry in os.scandir("/dev/shm")}
+
+
+def shm_in_use() -> set[int]:
+    """Inodes in /dev/shm that a living process maps."""
     used = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             lines = maps.read_text().splitlines()
         except OSError:
             continue
-        used |= {line.split("/dev/shm/", 1)[1] for line in lines if "/dev/shm/" in line}
+        used |= {int(line.split(maxsplit=5)[4]) for line in lines if "/dev/shm/" in line}
     return used
 
 
@@ -54,7 +58,7 @@ class DemoRun:
     def __init__(self, log: Path, **environment: str) -> None:
         adopt_orphans()
         self.log = log
-        self._shm = {entry.name for entry in SHM.iterdir()}
+        self._shm = shm_files()
         self._children = children()
         with log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -111,9 +115,14 @@ class DemoRun:
         assert ended == code, self.out
         assert "Traceback" not in self.out
         assert children() - self._children == set(), self.out
-        new = {entry.name for entry in SHM.iterdir()} - self._shm
         # Other programs of this machine come and go; theirs are in use or bear another ring's name.
-        left = {name for name in new - shm_in_use() if self.ring in name or "shmconn." not in name}
+        used = shm_in_use()
+        left = {
+            name
+            for name, inode in shm_files().items()
+            if name not in self._shm and inode not in used
+            if self.ring in name or "shmconn." not in name
+        }
         assert left == set(), self.out
 
     def kill(self) -> None:
