@@ -16,7 +16,7 @@ HIDDEN = 8
 
 
 def states(number: int, tokens: int = 16) -> torch.Tensor:
-    """States ``[tokens, layers, hidden]``: number + token / 256 + 1000 x layer, exact in float32."""
+    """States ``[tokens, layers, hidden]``: number + token / 256 + 1000 x layer, exactly."""
     token = torch.arange(tokens, dtype=torch.float32).view(tokens, 1, 1) / 256
     layer = torch.arange(len(LAYERS), dtype=torch.float32).view(1, -1, 1) * 1000
     return (number + token + layer).expand(tokens, len(LAYERS), HIDDEN).contiguous()
