@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from shmconn.pinning import Pinned
 
 # Longest wait for another member's claim: it holds L for microseconds unless it was stopped.
-_CLAIM_WAIT_S = 5.0
+_CLAIM_WAIT_S = 0.5
+_SWEEP_WAIT_S = 5.0
 _FIRST = 16
 
 
@@ -133,7 +134,7 @@ class Member:
 
     def _sweep(self) -> None:
         """Gives back what a dead owner of our row had claimed. Under R."""
-        self.registry.lock_claims(self.group, time.monotonic() + _CLAIM_WAIT_S)
+        self.registry.lock_claims(self.group, time.monotonic() + _SWEEP_WAIT_S)
         try:
             for file_name in ring_files(self.registry.name):
                 ring = RingSegment.attach(file_name, whole=False)
@@ -154,7 +155,7 @@ class Member:
 
         Raises:
             SegmentCorrupt: its slot is damaged; it was released.
-            Busy: a stopped member holds the group's claims.
+            Busy: a member that was stopped in the middle of a claim holds the group's claims.
         """
         with self.claiming:
             self.registry.lock_claims(self.group, time.monotonic() + _CLAIM_WAIT_S)

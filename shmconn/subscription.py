@@ -18,6 +18,7 @@ from shmconn import layout
 from shmconn.cleanup import try_clean
 from shmconn.doorbell import INTERVAL_S
 from shmconn.errors import (
+    Busy,
     Closed,
     NotReady,
     OptionError,
@@ -35,6 +36,7 @@ from shmconn.sample import Sample
 from shmconn.segment import RingSegment, ring_files, split_ring_name
 
 _log = logging.getLogger("shmconn")
+_SAY_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ class Subscription:
         self._bell = member.bell
         self._views: dict[str, RingView] = {}
         self._turn = 0
+        self._say_busy_at = 0.0
         self._closed = False
         self._epoch = -1
         self._looked = False
@@ -224,6 +227,9 @@ class Subscription:
             fate = view.fate()
             try:
                 sample = self._member.claim(view)
+            except Busy as error:
+                self._say_busy(error)
+                return None
             except SegmentCorrupt as error:
                 self.corrupt += 1
                 _log.error("a sample was lost: %s", error)
@@ -234,6 +240,13 @@ class Subscription:
                 self._end(view, fate)
         self._look_for_the_end(epoch)
         return None
+
+    def _say_busy(self, error: Busy) -> None:
+        """A stopped mate is alive and may go on: that is a reason to wait, and to say so."""
+        now = time.monotonic()
+        if now >= self._say_busy_at:
+            self._say_busy_at = now + _SAY_EVERY_S
+            _log.warning("waiting: %s", error)
 
     def _end(self, view: RingView, fate: str) -> None:
         words = view.ring.words
@@ -362,13 +375,33 @@ class Subscription:
         self._look_for_rings()
         view = self._views.get(wanted.generation) or self._ended.get(wanted.generation)
         if view is not None:
-            return find(self._member, view, wanted)
+            try:
+                return find(self._member, view, wanted)
+            except Busy as error:
+                self._say_busy(error)
+                return None, f": {error}"
         if self._epoch >= 0 and not self._unattached():
             raise SampleGone(
                 f"sample {wanted.number} is of generation {wanted.generation}, which is not "
                 f"there any more: its vLLM has ended and all groups had read it"
             )
         return None, ", its ring is not there yet"
+
+    def give_back(self, sample: Sample) -> bool:
+        """Makes a sample that we hold the group's to claim again, as if we had never had it.
+
+        Its tensors must not be used any more: they may show another sample soon.
+
+        Returns:
+            Whether we still held it.
+        """
+        for lease in list(self._member.leases):
+            if lease.seq == sample.seq and lease.view.generation == sample.handle.generation:
+                lease.give_back()
+                sample.release()
+                self._bell.post()
+                return True
+        return False
 
     # --- the rest -------------------------------------------------------------------------------
 

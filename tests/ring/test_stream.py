@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 from ring_tools import HIDDEN, LAYERS, check, put, states, until, wait
 
-from shmconn import Closed, OptionError, Oversized, Producer, RingMissing, subscribe
+from shmconn import Closed, NotReady, OptionError, Oversized, Producer, RingMissing, subscribe
 from shmconn.directory import groups, remove_group
+from shmconn.registry import Registry
 
 Make = Callable[..., Producer]
 Fork = Callable[..., int]
@@ -247,3 +248,20 @@ def test_a_wrong_option_is_named_and_nothing_is_made(
 ) -> None:
     with pytest.raises(OptionError, match=message):
         make(**{option: value})
+
+
+def test_a_mate_stopped_in_the_middle_of_a_claim_is_waited_for_and_named(
+    make: Make, ring_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer = make()
+    handle = put(producer, 0)
+    with subscribe(ring_name, "g") as subscription:
+        other = Registry.peek(ring_name)
+        assert other is not None and other.try_lock_claims(0)
+        with caplog.at_level(logging.WARNING, "shmconn"):
+            assert subscription.next(0.1) is None
+        assert f"are locked by pid {os.getpid()}: is that process stopped?" in caplog.text
+        with pytest.raises(NotReady, match="are locked by pid"):
+            subscription.get(handle, timeout=0.1)
+        other.unlock_claims(0)
+        check(subscription.next(5), 0)
