@@ -11,7 +11,7 @@ waited for by the host: an event recorded on it holds the lanes back.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 
 from shmconn.capture import CacheView
 from shmconn.fill import Fill
-from shmconn.handle import format_size
+from shmconn.pinning import Pinned
 
 logger = logging.getLogger("vllm.shmconn")
 
@@ -34,7 +34,7 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
-        self._registered: list[int] = []
+        self._pinned: Pinned | None = None
 
     def bind(self) -> None:
         """Makes the device the current one of this thread."""
@@ -47,8 +47,8 @@ class Device:
         return event
 
     def stream(self) -> Any:
-        """A stream of our own."""
-        return self._module.Stream(self._device)
+        """A stream of our own; its short gathers go before the model's next kernels."""
+        return self._module.Stream(self._device, priority=-1)
 
     def on(self, stream: Any) -> Any:
         """A context in which work goes to this stream."""
@@ -75,30 +75,24 @@ class Device:
         """
         if self._device.type != "cuda":
             return f"{self._device.type} has no call for it"
-        runtime = self._module.cudart()
-        start = np.frombuffer(area, dtype=np.uint8).ctypes.data
-        for offset in range(0, area.nbytes, REGISTER_BYTES):
-            size = min(REGISTER_BYTES, area.nbytes - offset)
-            code = int(runtime.cudaHostRegister(start + offset, size, 0))
-            if code != 0:
-                self.unregister()
-                self._clear_error()
-                return f"cudaHostRegister of {format_size(size)} gave error {code}"
-            self._registered.append(start + offset)
+        try:
+            self._pinned = Pinned(area, REGISTER_BYTES)
+        except RuntimeError as error:
+            return str(error)
         return None
+
+    def pieces(self, target: torch.Tensor) -> Iterable[slice]:
+        """Parts of a flat tensor that one DMA each can fill."""
+        if self._pinned is None:
+            return [slice(None)]
+        size = target.element_size()
+        pieces = self._pinned.pieces(target.data_ptr(), target.nbytes)
+        return [slice(at // size, (at + length) // size) for at, length in pieces]
 
     def unregister(self) -> None:
         """Takes it back; comes before the memory is unmapped."""
-        for address in self._registered:
-            self._module.cudart().cudaHostUnregister(address)
-        self._registered.clear()
-
-    def _clear_error(self) -> None:
-        """CUDA keeps the code of a failed call and hands it to whoever launches next."""
-        try:
-            torch.zeros(1, device=self._device).add_(1)
-        except RuntimeError as error:
-            logger.debug("shmconn: cleared %s", error)
+        if self._pinned is not None:
+            self._pinned.close()
 
 
 class Lane:
@@ -135,8 +129,10 @@ class Lane:
             self._ids[:count].copy_(self._ids_pinned[:count], non_blocking=True)
             self._ids_read.record(self._stream)
             torch.index_select(self._words, 0, self._ids[:count], out=self._staging[:count])
-            landing = target if self._bounce is None else self._bounce[:rows]
-            landing.copy_(self._rows[:rows], non_blocking=True)
+            landing = (target if self._bounce is None else self._bounce[:rows]).view(-1)
+            source = self._rows[:rows].view(-1)
+            for piece in self._device.pieces(landing):
+                landing[piece].copy_(source[piece], non_blocking=True)
             self._sent.record(self._stream)
         self._target = target
 
@@ -202,6 +198,11 @@ class DeviceCapture:
     def copy(self, fill: Fill, blocks: Sequence[int], ready: Any) -> None:
         """Fills the slot; the last byte has landed when this returns, or raises."""
         ids = self._cache.cache_blocks(blocks, fill.tokens)
+        # vLLM's worker may make tensors in inference mode, which every thread enters by itself.
+        with torch.inference_mode():
+            self._fill(fill, ids, ready)
+
+    def _fill(self, fill: Fill, ids: Sequence[int], ready: Any) -> None:
         target = torch.frombuffer(fill.states, dtype=self._words.dtype)
         target = target.view(fill.tokens, *self._words.shape[2:])
         rows = self._chunk * self._cache.block

@@ -70,6 +70,10 @@ class NoDevice:
         self.registered += self.problem is None
         return self.problem
 
+    def pieces(self, target: torch.Tensor) -> list[slice]:
+        half = len(target) // 2
+        return [slice(0, half), slice(half, None)]
+
     def unregister(self) -> None:
         self.registered = 0
 
