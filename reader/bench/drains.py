@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reading processes of the benchmark: a trainer that takes every sample to its device.
+
+    ours    subscribe(pin=True), sample.to(device, non_blocking=True)
+    stock   vLLM's load_hidden_states, .to(device), and the file is removed
+    check   both of one engine, compared bit for bit
+
+Each runs in a thread; the main thread answers the benchmark. Times are of the monotonic clock,
+which all processes of a host share.
+"""
+
+import contextlib
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+import shmconn
+from reader.bench.engine import cpu_seconds, serve
+
+
+class Drain:
+    """What was read so far, and the commands to ask for it."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.stop = threading.Event()
+        self.problem = ""
+        self._arrived: list[float] = []
+        self._bytes = 0
+        self.differing: list[str] = []
+
+    def take(self, states: torch.Tensor) -> None:
+        """A sample is on its way to the device: waits for it, then counts it."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self._arrived.append(time.monotonic())
+        self._bytes += states.nbytes
+
+    def differs(self, request_id: str) -> None:
+        """A sample was not what the other side wrote."""
+        self.differing.append(request_id)
+
+    def run(self, loop: "Callable[[Drain], None]") -> None:
+        """The loop, and why it ended early."""
+        try:
+            loop(self)
+        except Exception as error:
+            self.problem = f"{type(error).__name__}: {error}"
+
+    # --- commands -------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Counts so far."""
+        return {
+            "samples": len(self._arrived),
+            "bytes": self._bytes,
+            "last": self._arrived[-1] if self._arrived else 0.0,
+            "cpu_s": cpu_seconds(),
+            "problem": self.problem,
+            "differing": self.differing,
+        }
+
+    def wait(self, samples: int, at_most_s: float) -> dict[str, Any]:
+        """`state` once so many samples have been read, or the time is over."""
+        deadline = time.monotonic() + at_most_s
+        while len(self._arrived) < samples and time.monotonic() < deadline and not self.problem:
+            time.sleep(0.001)
+        return self.state()
+
+    def two_copies(self, nbytes: int, repeats: int) -> list[float]:
+        """Seconds of a device-to-host and a host-to-device copy of pinned memory, one by one."""
+        on_device = torch.empty(nbytes, dtype=torch.uint8, device=self.device).random_()
+        on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
+        times = []
+        for _ in range(repeats):
+            self._synchronize()
+            began = time.monotonic()
+            on_host.copy_(on_device, non_blocking=True)
+            self._synchronize()
+            on_device.copy_(on_host, non_blocking=True)
+            self._synchronize()
+            times.append(time.monotonic() - began)
+        return sorted(times) if repeats < 3 else [statistics.median(times), *sorted(times)]
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def ours(ring: str) -> "Callable[[Drain], None]":
+    """Reads a ring."""
+
+    def loop(drain: Drain) -> None:
+        pin = drain.device.type != "cpu"
+        with shmconn.subscribe(ring, "trainer", wait_s=600, pin=pin) as subscription:
+            while not drain.stop.is_set() and not subscription.ended:
+                sample = subscription.next(timeout=0.5)
+                if sample is not None:
+                    states, _ = sample.to(drain.device, non_blocking=True)
+                    sample.release()
+                    drain.take(states)
+                    del sample, states
+
+    return loop
+
+
+def stock(folder: str) -> "Callable[[Drain], None]":
+    """Reads the files of vLLM's example, each as soon as its writer lets go of its lock."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+        cleanup_hidden_states,
+        load_hidden_states,
+    )
+
+    def loop(drain: Drain) -> None:
+        while not drain.stop.is_set():
+            found = sorted(name for name in os.listdir(folder) if name.endswith(".lock"))
+            for name in found:
+                path = os.path.join(folder, name.removesuffix(".lock"))
+                # The lock file is there a moment before its lock is held.
+                with contextlib.suppress(FileNotFoundError):
+                    data = load_hidden_states(path)
+                    states = data["hidden_states"].to(drain.device)
+                    data["token_ids"].to(drain.device)
+                    drain.take(states)
+                    cleanup_hidden_states(path)
+                    del data, states
+            if not found:
+                time.sleep(0.002)
+
+    return loop
+
+
+def check(ring: str, folder: str) -> "Callable[[Drain], None]":
+    """Compares each sample with the file that vLLM's example wrote of the same request."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+        cleanup_hidden_states,
+        load_hidden_states,
+    )
+
+    def load(path: str) -> Any:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                return load_hidden_states(path)
+            except FileNotFoundError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.001)
+
+    def loop(drain: Drain) -> None:
+        with shmconn.subscribe(ring, "check", wait_s=600) as subscription:
+            while not drain.stop.is_set() and not subscription.ended:
+                sample = subscription.next(timeout=0.5)
+                if sample is None:
+                    continue
+                path = os.path.join(folder, f"{sample.request_id}.safetensors")
+                data = load(path)
+                if not (
+                    data["hidden_states"].shape == sample.hidden_states.shape
+                    and data["hidden_states"]
+                    .view(torch.int16)
+                    .equal(sample.hidden_states.view(torch.int16))
+                    and data["token_ids"].equal(sample.token_ids)
+                    and bool(data["hidden_states"].view(torch.int16).any())
+                ):
+                    drain.differs(sample.request_id)
+                drain.take(data["hidden_states"])
+                cleanup_hidden_states(path)
+                sample.release()
+                del sample, data
+
+    return loop
+
+
+def main() -> None:
+    """`python -m reader.bench.drains FD KIND DEVICE PLACE...`."""
+    pipe, (kind, device, *places) = Connection(int(sys.argv[1])), sys.argv[2:]
+    kinds: dict[str, Callable[..., Callable[[Drain], None]]] = {
+        "ours": ours,
+        "stock": stock,
+        "check": check,
+    }
+    drain = Drain(device)
+    if drain.device.type != "cpu":
+        torch.empty(1, device=drain.device)
+    thread = threading.Thread(target=drain.run, args=(kinds[kind](*places),))
+    thread.start()
+    pipe.send({"pid": os.getpid()})
+    try:
+        serve(pipe, drain)
+    finally:
+        drain.stop.set()
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()
