@@ -56,7 +56,7 @@ class Process:
             self.child.send_signal(signal.SIGCONT)
             self.child.kill()
         self.child.wait()
-        if self.child.stdin is not None:
+        if self.child.stdin is not None and not self.child.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
                 self.child.stdin.close()
 
@@ -97,6 +97,13 @@ class ProducerProcess(Process):
     def bury(self, number: int, reason: str) -> None:
         self.tell("bury", number=number, reason=reason)
         self._answer()
+
+    def finish(self) -> None:
+        """Close after all that it was told before; the answers to that are left unread."""
+        self.tell("close")
+        assert self.child.stdin is not None
+        self.child.stdin.close()
+        assert self.wait() == 0, self.err
 
     def close(self) -> None:
         self.tell("close")

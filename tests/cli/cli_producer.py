@@ -6,6 +6,7 @@ Every sample follows from its number, so that whoever reads one can tell it from
 
 import json
 import sys
+import time
 
 import numpy as np
 
@@ -16,8 +17,8 @@ HIDDEN = 64
 
 
 def tokens_of(number: int) -> int:
-    """Tokens of the sample of a number, where nothing else is asked."""
-    return 1 + number * 7 % 50
+    """Tokens of the sample of a number, where nothing else is asked: few, and at times many."""
+    return 600 if number % 97 == 0 else 1 + number * 7 % 50
 
 
 def states_of(number: int, tokens: int) -> np.ndarray:
@@ -52,16 +53,25 @@ def main() -> None:
 
 
 def put(producer: Producer, number: int, told: dict[str, object]) -> None:
-    import torch
-
+    """Like ``Producer.put``, but without torch, which takes seconds to import."""
     tokens = told.get("tokens") or tokens_of(number)
-    producer.put(
-        torch.from_numpy(states_of(number, tokens)),
-        torch.from_numpy(ids_of(number, tokens)),
-        request_id=told.get("request_id") or f"r{number}",
-        tag=told.get("tag", f"t{number}"),
-        timeout=60,
-    )
+    request = producer.accepted + 1
+    deadline = time.monotonic() + 60
+    while True:
+        fill = producer.allocate(
+            number=request,
+            request_id=told.get("request_id") or f"r{number}",
+            token_ids=ids_of(number, tokens),
+            tag=told.get("tag", f"t{number}"),
+        )
+        if fill is not None:
+            break
+        if time.monotonic() > deadline:
+            raise TimeoutError(producer.stall_text())
+        producer.wait(0.1)
+    producer.accept(request)
+    fill.states[:] = states_of(number, tokens).tobytes()
+    producer.publish(fill)
 
 
 def say(**facts: object) -> None:
