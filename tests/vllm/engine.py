@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's real scheduler and our real connector around a model that is none.
+
+The model writes for each token a row that follows from its id and its place, so every row of
+every sample can be told; blocks that nobody owns hold poison. What a worker does in a step is
+done in the worker's order: metadata is bound, results are asked for, and only then the rows of
+the step are written.
+"""
+
+import copy
+import functools
+import itertools
+import time
+import warnings
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+with warnings.catch_warnings():
+    # vLLM's imports warn of what torch will drop one day; ours do not.
+    warnings.simplefilter("ignore")
+    from vllm.config import KVTransferConfig
+    from vllm.distributed import kv_transfer, parallel_state
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from shmconn.connector import ShmHiddenStatesConnector
+
+import shmconn
+
+LAYERS = [1, 2]
+BLOCK = 16
+POISON = float("nan")
+HIDDEN_LAYER = "model.cache_only_layers.30"
+
+
+@functools.cache
+def _base_config(model: str) -> Any:
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": LAYERS}},
+    }
+    return EngineArgs(
+        model=model,
+        dtype="float32",
+        max_model_len=512,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+        block_size=BLOCK,
+        speculative_config=speculative,
+        kv_transfer_config=transfer_config({}),
+        enforce_eager=True,
+        async_scheduling=False,
+    ).create_engine_config()
+
+
+def transfer_config(extra: dict[str, Any], **changes: Any) -> Any:
+    """The KV transfer configuration with these options of the connector."""
+    return KVTransferConfig(
+        **{
+            "kv_connector": "ShmHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": extra,
+            **changes,
+        }
+    )
+
+
+def vllm_config(model: str, transfer: Any) -> Any:
+    """A real configuration of vLLM; making one takes seconds, so all are copies of one."""
+    config = copy.deepcopy(_base_config(model))
+    config.kv_transfer_config = transfer
+    return config
+
+
+def row(token_id: int, place: int, hidden: int) -> torch.Tensor:
+    """What the model computes for one token: ``[layers, hidden]``."""
+    base = torch.arange(len(LAYERS) * hidden, dtype=torch.float32).view(len(LAYERS), hidden)
+    return base + token_id * 7 + place * 100_003
+
+
+class Engine:
+    """One engine: scheduler and worker in this process."""
+
+    def __init__(self, config: Any, blocks: int = 40) -> None:
+        self.hidden = config.model_config.get_hidden_size()
+        groups = [
+            KVCacheGroupSpec(
+                ["model.layers.0.attn", HIDDEN_LAYER],
+                FullAttentionSpec(
+                    block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32
+                ),
+            )
+        ]
+        caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        config.cache_config.num_gpu_blocks = blocks
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.cache = torch.full((blocks, len(LAYERS), BLOCK, self.hidden), POISON)
+        self.worker: Any = ShmHiddenStatesConnector(config, KVConnectorRole.WORKER, caches)
+        with (
+            patch.object(parallel_state, "get_tensor_model_parallel_rank", lambda: 0),
+            patch.object(kv_transfer, "get_kv_transfer_group", lambda: self.worker),
+        ):
+            self.worker.register_kv_caches(
+                {"model.layers.0.attn": torch.empty(1), HIDDEN_LAYER: self.cache}
+            )
+        self.scheduler: Any = Scheduler(
+            vllm_config=config,
+            kv_cache_config=caches,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+        self.scheduler.connector.set_xfer_handshake_metadata(
+            {0: self.worker.get_handshake_metadata()}
+        )
+        self.sampled = itertools.count(30_000)
+        self.requests: dict[str, Request] = {}
+        self.replies: dict[str, dict[str, Any]] = {}
+        self.reported: list[str] = []
+        self.stats: list[Any] = []
+
+    def add(self, request_id: str, ids: list[int], max_tokens: int = 1, **params: Any) -> Request:
+        """A request; further arguments are its own kv_transfer_params."""
+        sampling = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params}
+        )
+        sampling.update_from_generation_config({}, 0)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=ids,
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=self.hasher,
+        )
+        self.requests[request_id] = request
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """What the front end does when a client hangs up."""
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> None:
+        """One step of the engine."""
+        output = self.scheduler.schedule()
+        self.worker.bind_connector_metadata(output.kv_connector_metadata)
+        sending, _ = self.worker.get_finished(output.finished_req_ids)
+        self.reported += sorted(sending or ())
+        stats = self.worker.get_kv_connector_stats()
+        self.stats += [stats] if stats else []
+        self.worker.clear_connector_metadata()
+        result = self._forward(output)
+        result.kv_connector_output = KVConnectorOutput(
+            finished_sending=sending, kv_connector_stats=stats
+        )
+        outputs = self.scheduler.update_from_output(output, result)
+        for group in outputs.values():
+            for one in group.outputs:
+                if one.kv_transfer_params is not None:
+                    self.replies[one.request_id] = one.kv_transfer_params
+
+    def _forward(self, output: Any) -> ModelRunnerOutput:
+        ids = list(output.num_scheduled_tokens)
+        sampled = []
+        for request_id in ids:
+            request = self.requests[request_id]
+            count = output.num_scheduled_tokens[request_id]
+            # `schedule` has moved num_computed_tokens on already.
+            end = request.num_computed_tokens
+            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            for place in range(end - count, end):
+                # Beyond the known tokens comes the draft's, which repeats the last one.
+                token = request.all_token_ids[min(place, request.num_tokens - 1)]
+                self.cache[blocks[place // BLOCK], :, place % BLOCK] = row(
+                    token, place, self.hidden
+                )
+            sampled.append([next(self.sampled)] if end >= request.num_tokens else [])
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+        )
+
+    def run(self, timeout_s: float = 60.0) -> None:
+        """Steps as the engine's loop does: as long as the scheduler says there is work."""
+        deadline = time.monotonic() + timeout_s
+        while self.scheduler.has_requests():
+            self.step()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"still {len(self.scheduler.requests)} requests")
+            if not self.scheduler.get_num_unfinished_requests():
+                # Only held requests are left: leave the core to the copier and the reader.
+                time.sleep(0.001)
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request lost its blocks and had to start again."""
+        return sum(request.num_preemptions for request in self.requests.values())
+
+    @property
+    def usage(self) -> float:
+        """Share of KV blocks that somebody owns."""
+        return float(self.scheduler.kv_cache_manager.usage)
+
+    def expected(self, sample: shmconn.Sample) -> torch.Tensor:
+        """The rows that a sample must hold."""
+        return torch.stack(
+            [
+                row(token, place, self.hidden)
+                for place, token in enumerate(sample.token_ids.tolist())
+            ]
+        )
+
+    def close(self) -> None:
+        """As a worker ends, and then its scheduler."""
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+def fake_config(**changes: Any) -> Any:
+    """The few fields of vLLM's configuration that the connector reads."""
+    hf = SimpleNamespace(eagle_aux_hidden_state_layer_ids=LAYERS)
+    fields: dict[str, Any] = {
+        "speculative_config": SimpleNamespace(
+            method="extract_hidden_states", draft_model_config=SimpleNamespace(hf_config=hf)
+        ),
+        "kv_transfer_config": SimpleNamespace(
+            kv_role="kv_producer", engine_id="e", kv_connector_extra_config={}
+        ),
+        "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
+        "model_config": SimpleNamespace(
+            hf_text_config=SimpleNamespace(num_hidden_layers=4),
+            get_hidden_size=lambda: 8,
+            max_model_len=64,
+        ),
+    }
+    return SimpleNamespace(**(fields | changes))

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector under vLLM's real scheduler: any order of ends, and engines of another kind."""
+
+import random
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from engine import BLOCK, LAYERS, Engine, transfer_config, vllm_config
+from server import make_model
+from vllm.v1.core.sched import scheduler as scheduler_module
+
+import shmconn
+from shmconn import directory
+
+Make = Callable[..., Engine]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    ring = f"t-{secrets.token_hex(6)}"
+    engines: list[Engine] = []
+
+    def build(blocks: int = 40, **extra: Any) -> Engine:
+        options = {"ring": ring, "ring_size": "4MiB", **extra}
+        config = vllm_config(str(make_model()), transfer_config(options))
+        engines.append(Engine(config, blocks))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+    if directory.rings(ring):
+        directory.remove_rings(ring, force=True)
+
+
+def ids(tokens: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(100, 20_000) for _ in range(tokens)]
+
+
+class Reader:
+    """A group that reads all the time, in a thread of its own."""
+
+    def __init__(self, engine: Engine, delay_s: float = 0.0) -> None:
+        self.engine = engine
+        self.samples: dict[str, shmconn.Sample] = {}
+        self._delay_s = delay_s
+        self._stop = threading.Event()
+        ring = engine.worker.get_handshake_metadata().identity.ring
+        self._subscription = shmconn.subscribe(ring, "tests", background=True)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set() or self._subscription.unread():
+            sample = self._subscription.next(timeout=0.02)
+            if sample is not None:
+                time.sleep(self._delay_s)
+                assert sample.request_id not in self.samples
+                self.samples[sample.request_id] = sample.clone()
+                sample.release()
+
+    def finish(self) -> dict[str, shmconn.Sample]:
+        self._stop.set()
+        self._thread.join()
+        self._subscription.close()
+        return self.samples
+
+
+def settled(engine: Engine) -> directory.RingInfo:
+    ring = engine.worker.get_handshake_metadata().identity.ring
+    deadline = time.monotonic() + 60
+    while True:
+        (info,) = directory.rings(ring)
+        if info.settled == info.accepted == len(engine.requests):
+            return info
+        if time.monotonic() > deadline:
+            raise TimeoutError(str(info))
+        time.sleep(0.002)
+
+
+def check_whole(engine: Engine, samples: dict[str, shmconn.Sample]) -> None:
+    for sample in samples.values():
+        assert torch.equal(sample.hidden_states, engine.expected(sample))
+
+
+def test_prompts_of_every_length_yield_their_rows(make: Make) -> None:
+    engine = make()
+    reader = Reader(engine)
+    for index, tokens in enumerate((1, BLOCK - 1, BLOCK, BLOCK + 1, 64, 65, 200)):
+        engine.add(f"r{index}", ids(tokens, index), max_tokens=1 + index % 3, tag=str(tokens))
+    engine.run()
+    settled(engine)
+    samples = reader.finish()
+    check_whole(engine, samples)
+    assert {sample.tag: sample.tokens for sample in samples.values()} == {
+        str(tokens): tokens for tokens in (1, 15, 16, 17, 64, 65, 200)
+    }
+    assert engine.usage == 0 and sorted(engine.reported) == sorted(samples)
+    for request_id, sample in samples.items():
+        assert engine.replies[request_id]["handle"] == str(sample.handle)
+        assert engine.replies[request_id]["shape"] == [sample.tokens, len(LAYERS), engine.hidden]
+
+
+def test_output_tokens_are_all_but_the_last(make: Make) -> None:
+    engine = make()
+    reader = Reader(engine)
+    for count in (1, 2, 40):
+        engine.add(f"r{count}", ids(30, count), count, include_output_tokens=True)
+    engine.run()
+    settled(engine)
+    samples = reader.finish()
+    check_whole(engine, samples)
+    for count in (1, 2, 40):
+        expected = list(engine.requests[f"r{count}"].all_token_ids)[:-1]
+        assert samples[f"r{count}"].token_ids.tolist() == expected
+        assert len(expected) == 30 + count - 1
+
+
+def test_preempted_requests_yield_their_rows_all_the_same(make: Make) -> None:
+    engine = make(blocks=14)
+    reader = Reader(engine)
+    for index in range(8):
+        engine.add(f"r{index}", ids(60, index), max_tokens=50, include_output_tokens=True)
+    engine.run()
+    info = settled(engine)
+    samples = reader.finish()
+    check_whole(engine, samples)
+    assert engine.preemptions > 0
+    assert len(samples) + info.lost == 8 and info.lost == 0
+    assert all(sample.tokens == 109 for sample in samples.values())
+    assert engine.usage == 0
+
+
+def test_requests_that_hold_the_whole_cache_let_it_go_when_the_reader_moves(make: Make) -> None:
+    # The ring takes 4 samples, the cache 13 requests of one block: the rest must wait for both.
+    engine = make(blocks=14, ring_size="1MiB")
+    reader = Reader(engine, delay_s=0.01)
+    for index in range(40):
+        engine.add(f"r{index}", ids(BLOCK - 1, index))
+    engine.run()
+    info = settled(engine)
+    samples = reader.finish()
+    check_whole(engine, samples)
+    assert len(samples) == 40 and info.lost == 0 and engine.usage == 0
+    assert list(samples) == [f"r{index}" for index in range(40)]
+
+
+def test_an_engine_without_readers_gets_its_blocks_back(make: Make) -> None:
+    engine = make(ring_size="1MiB", no_reader_timeout_s=0.1)
+    for index in range(30):
+        engine.add(f"r{index}", ids(BLOCK, index))
+    engine.run()
+    info = settled(engine)
+    assert info.published + info.lost_by_reason["no_reader"] == 30
+    assert engine.usage == 0 and len(engine.reported) == 30
+
+
+def test_ends_of_any_kind_in_any_order_report_each_held_request_once(make: Make) -> None:
+    rng = random.Random(5)
+    engine = make(blocks=30, ring_size="1MiB")
+    reader = Reader(engine, delay_s=0.002)
+    alive: list[str] = []
+    for turn in range(400):
+        if turn < 250 and rng.random() < 0.5:
+            name = f"r{turn}"
+            engine.add(
+                name,
+                ids(rng.choice([1, 20, 70, 150, 400]), turn),
+                rng.choice([1, 1, 5]),
+                include_output_tokens=rng.random() < 0.5,
+            )
+            alive.append(name)
+        if alive and rng.random() < 0.2:
+            engine.abort(alive.pop(rng.randrange(len(alive))))
+        engine.step()
+    engine.run()
+    info = settled(engine)
+    samples = reader.finish()
+    check_whole(engine, samples)
+    assert len(samples) == info.published
+    assert info.published + info.lost == len(engine.requests)
+    assert info.lost_by_reason["aborted"] > 10 and info.lost_by_reason["oversized"] > 0
+    assert max(Counter(engine.reported).values()) == 1
+    assert engine.usage == 0 and not engine.scheduler.requests
+
+
+def old_has_finished_requests(self: Any) -> bool:
+    """As engines of 0.18 to 0.21 have it: held requests do not keep them stepping."""
+    return len(self.finished_req_ids) > 0
+
+
+def test_an_engine_that_stops_stepping_gets_its_blocks_in_the_step_after_the_finish(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        scheduler_module.Scheduler, "has_finished_requests", old_has_finished_requests
+    )
+    engine = make(ring_size="1MiB")
+    for index in range(6):
+        engine.add(f"r{index}", ids(BLOCK, index))
+        engine.run()
+        assert engine.usage == 0 and not engine.scheduler.requests
+    info = settled(engine)
+    assert info.lost_by_reason == {"dropped": 6 - info.published} and 0 < info.published < 6
+    reader = Reader(engine)
+    engine.add("last", ids(30, 9))
+    while len(reader.samples) < info.published:
+        time.sleep(0.01)
+    engine.run()
+    engine.add("after", ids(30, 10))
+    engine.run()
+    settled(engine)
+    samples = reader.finish()
+    check_whole(engine, samples)
+    assert "after" in samples and engine.usage == 0
+
+
+def test_without_that_path_such_an_engine_would_keep_its_blocks(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The check above sees what it is for: the same engine, told to copy in the background.
+    engine = make(ring_size="1MiB")
+    monkeypatch.setattr(
+        scheduler_module.Scheduler, "has_finished_requests", old_has_finished_requests
+    )
+    for index in range(6):
+        engine.add(f"r{index}", ids(BLOCK, index))
+        engine.run()
+    assert engine.usage > 0
+    monkeypatch.undo()
+    reader = Reader(engine)
+    engine.run()
+    reader.finish()
