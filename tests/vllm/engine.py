@@ -8,6 +8,7 @@ the step are written.
 """
 
 import copy
+import dataclasses
 import functools
 import itertools
 import time
@@ -23,7 +24,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from vllm.config import KVTransferConfig
     from vllm.distributed import kv_transfer, parallel_state
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        SupportsHMA,
+    )
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
@@ -34,10 +42,10 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request, RequestStatus
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from shmconn.connector import ShmHiddenStatesConnector
-
 import shmconn
+from shmconn import plugin
 
+plugin.register()
 LAYERS = [1, 2]
 BLOCK = 16
 POISON = float("nan")
@@ -93,7 +101,7 @@ def row(token_id: int, place: int, hidden: int) -> torch.Tensor:
 class Engine:
     """One engine: scheduler and worker in this process."""
 
-    def __init__(self, config: Any, blocks: int = 40) -> None:
+    def __init__(self, config: Any, blocks: int = 40, ranks: int = 1) -> None:
         self.hidden = config.model_config.get_hidden_size()
         groups = [
             KVCacheGroupSpec(
@@ -107,15 +115,20 @@ class Engine:
         config.cache_config.num_gpu_blocks = blocks
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
+        # Tensor-parallel ranks all hold the full hidden states.
         self.cache = torch.full((blocks, len(LAYERS), BLOCK, self.hidden), POISON)
-        self.worker: Any = ShmHiddenStatesConnector(config, KVConnectorRole.WORKER, caches)
-        with (
-            patch.object(parallel_state, "get_tensor_model_parallel_rank", lambda: 0),
-            patch.object(kv_transfer, "get_kv_transfer_group", lambda: self.worker),
-        ):
-            self.worker.register_kv_caches(
-                {"model.layers.0.attn": torch.empty(1), HIDDEN_LAYER: self.cache}
-            )
+        self.workers: list[Any] = []
+        for rank in range(ranks):
+            worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
+            with (
+                patch.object(parallel_state, "get_tensor_model_parallel_rank", lambda: rank),  # noqa: B023
+                patch.object(kv_transfer, "get_kv_transfer_group", lambda: worker),  # noqa: B023
+            ):
+                worker.register_kv_caches(
+                    {"model.layers.0.attn": torch.empty(1), HIDDEN_LAYER: self.cache}
+                )
+            self.workers.append(worker)
+        self.worker = self.workers[0]
         self.scheduler: Any = Scheduler(
             vllm_config=config,
             kv_cache_config=caches,
@@ -123,9 +136,11 @@ class Engine:
             block_size=BLOCK,
             log_stats=True,
         )
-        self.scheduler.connector.set_xfer_handshake_metadata(
-            {0: self.worker.get_handshake_metadata()}
+        handshakes = [worker.get_handshake_metadata() for worker in self.workers]
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): one for rank, one in enumerate(handshakes) if one is not None}
         )
+        self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, ranks)
         self.sampled = itertools.count(30_000)
         self.requests: dict[str, Request] = {}
         self.replies: dict[str, dict[str, Any]] = {}
@@ -156,16 +171,21 @@ class Engine:
     def step(self) -> None:
         """One step of the engine."""
         output = self.scheduler.schedule()
-        self.worker.bind_connector_metadata(output.kv_connector_metadata)
-        sending, _ = self.worker.get_finished(output.finished_req_ids)
-        self.reported += sorted(sending or ())
-        stats = self.worker.get_kv_connector_stats()
-        self.stats += [stats] if stats else []
-        self.worker.clear_connector_metadata()
-        result = self._forward(output)
-        result.kv_connector_output = KVConnectorOutput(
-            finished_sending=sending, kv_connector_stats=stats
+        results = []
+        for worker in self.workers:
+            worker.bind_connector_metadata(output.kv_connector_metadata)
+            sending, _ = worker.get_finished(output.finished_req_ids)
+            stats = worker.get_kv_connector_stats()
+            worker.clear_connector_metadata()
+            results.append(KVConnectorOutput(finished_sending=sending, kv_connector_stats=stats))
+        forward = self._forward(output)
+        result = self.aggregator.aggregate(
+            [dataclasses.replace(forward, kv_connector_output=one) for one in results]
         )
+        assert result is not None and result.kv_connector_output is not None
+        self.reported += sorted(result.kv_connector_output.finished_sending or ())
+        if result.kv_connector_output.kv_connector_stats:
+            self.stats.append(result.kv_connector_output.kv_connector_stats)
         outputs = self.scheduler.update_from_output(output, result)
         for group in outputs.values():
             for one in group.outputs:
@@ -226,8 +246,40 @@ class Engine:
 
     def close(self) -> None:
         """As a worker ends, and then its scheduler."""
-        self.worker.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
         self.scheduler.shutdown()
+
+
+class OtherConnector(KVConnectorBase_V1, SupportsHMA):
+    """Another connector that holds every request for some steps, and waits for all ranks."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self.held: dict[str, int] = {}
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num: int) -> None: ...
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        return KVConnectorMetadata()
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        finished = request.status != RequestStatus.FINISHED_ABORTED
+        return finished, {"other": 1} if finished else None
+
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        done = {one for one, steps in self.held.items() if steps == 0}
+        self.held = {one: steps - 1 for one, steps in self.held.items() if steps > 0}
+        self.held |= {one: 2 for one in finished_req_ids if not one.startswith("abort")}
+        return done or None, None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_for_save(self) -> None: ...
 
 
 def fake_config(**changes: Any) -> Any:

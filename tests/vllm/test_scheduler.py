@@ -3,6 +3,7 @@
 
 import random
 import secrets
+import sys
 import threading
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from server import make_model
 from vllm.v1.core.sched import scheduler as scheduler_module
 
 import shmconn
+from shmconn import connector as connector_module
 from shmconn import directory
 
 Make = Callable[..., Engine]
@@ -27,10 +29,26 @@ def make() -> Iterator[Make]:
     ring = f"t-{secrets.token_hex(6)}"
     engines: list[Engine] = []
 
-    def build(blocks: int = 40, **extra: Any) -> Engine:
-        options = {"ring": ring, "ring_size": "4MiB", **extra}
-        config = vllm_config(str(make_model()), transfer_config(options))
-        engines.append(Engine(config, blocks))
+    def build(blocks: int = 40, ranks: int = 1, other: int | None = None, **extra: Any) -> Engine:
+        ours = transfer_config({"ring": ring, "ring_size": "4MiB", **extra})
+        if other is not None:
+            children = [
+                {
+                    "kv_connector": one.kv_connector,
+                    "kv_role": "kv_producer",
+                    "kv_connector_extra_config": one.kv_connector_extra_config,
+                    "kv_connector_module_path": one.kv_connector_module_path,
+                }
+                for one in (
+                    ours,
+                    transfer_config(
+                        {}, kv_connector="OtherConnector", kv_connector_module_path="engine"
+                    ),
+                )
+            ]
+            children.insert(other, children.pop())
+            ours = transfer_config({"connectors": children}, kv_connector="MultiConnector")
+        engines.append(Engine(vllm_config(str(make_model()), ours), blocks, ranks))
         return engines[-1]
 
     yield build
@@ -45,6 +63,10 @@ def ids(tokens: int, seed: int) -> list[int]:
     return [rng.randrange(100, 20_000) for _ in range(tokens)]
 
 
+def ring_of(engine: Engine) -> str:
+    return str(engine.worker.get_handshake_metadata().identity.ring)
+
+
 class Reader:
     """A group that reads all the time, in a thread of its own."""
 
@@ -53,7 +75,7 @@ class Reader:
         self.samples: dict[str, shmconn.Sample] = {}
         self._delay_s = delay_s
         self._stop = threading.Event()
-        ring = engine.worker.get_handshake_metadata().identity.ring
+        ring = ring_of(engine)
         self._subscription = shmconn.subscribe(ring, "tests", background=True)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -75,7 +97,7 @@ class Reader:
 
 
 def settled(engine: Engine) -> directory.RingInfo:
-    ring = engine.worker.get_handshake_metadata().identity.ring
+    ring = ring_of(engine)
     deadline = time.monotonic() + 60
     while True:
         (info,) = directory.rings(ring)
@@ -239,3 +261,138 @@ def test_without_that_path_such_an_engine_would_keep_its_blocks(
     reader = Reader(engine)
     engine.run()
     reader.finish()
+
+
+@pytest.mark.parametrize("other", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_beside_another_connector_each_request_is_freed_when_both_are_done(
+    make: Make, ranks: int, other: int
+) -> None:
+    engine = make(ranks=ranks, other=other)
+    reader = Reader(engine)
+    for index in range(6):
+        engine.add(f"r{index}", ids(40, index))
+    for index in range(3):
+        engine.add(f"abort{index}", ids(200, index))
+    for _ in range(3):
+        engine.step()
+    for index in range(3):
+        engine.abort(f"abort{index}")
+    engine.run()
+    info = settled(engine)
+    samples = reader.finish()
+    check_whole(engine, samples)
+    assert sorted(engine.reported) == sorted(samples) == [f"r{index}" for index in range(6)]
+    assert info.lost_by_reason == {"aborted": 3} and engine.usage == 0
+    for request_id, sample in samples.items():
+        reply = engine.replies[request_id]
+        assert reply["other"] == 1 and reply["handle"] == str(sample.handle)
+
+
+def test_of_two_ranks_one_writes_and_its_word_alone_frees_a_request(make: Make) -> None:
+    engine = make(ranks=2)
+    reader = Reader(engine)
+    for index in range(10):
+        engine.add(f"r{index}", ids(40, index))
+    engine.run()
+    info = settled(engine)
+    samples = reader.finish()
+    check_whole(engine, samples)
+    assert len(samples) == info.published == 10 and engine.usage == 0
+    assert engine.workers[1].get_handshake_metadata() is None
+    assert engine.workers[1].get_kv_connector_stats() is None
+
+
+HOOKS = {
+    "get_num_new_matched_tokens": (0, False),
+    "request_finished": (False, None),
+    "request_finished_all_groups": (False, None),
+    "get_finished": (None, None),
+    "get_handshake_metadata": None,
+    "set_xfer_handshake_metadata": None,
+    "get_kv_connector_stats": None,
+    "shutdown": None,
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_fault_inside_a_hook_is_logged_and_answered_harmlessly(
+    make: Make, caplog: pytest.LogCaptureFixture, hook: str
+) -> None:
+    worker = make().worker
+    # Every part that a hook may use is gone.
+    with pytest.MonkeyPatch.context() as patch:
+        for part in ("_intake", "_worker", "_group", "_ring"):
+            patch.setattr(worker, part, None)
+        patch.setattr(worker, "bind_connector_metadata", None)
+        arguments = {
+            "get_num_new_matched_tokens": (None, 0),
+            "request_finished": (None, []),
+            "request_finished_all_groups": (None, ([],)),
+            "get_finished": (set(),),
+            "set_xfer_handshake_metadata": ({},),
+        }.get(hook, ())
+        connector_module._throttle._last.clear()
+        assert getattr(worker, hook)(*arguments) == HOOKS[hook]
+    if hook != "get_num_new_matched_tokens":
+        assert f"a fault in {hook}" in caplog.text
+
+
+def test_a_fault_in_building_metadata_loses_no_work(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    reader = Reader(engine)
+    engine.add("r0", ids(20, 0))
+    intake = engine.scheduler.connector._intake
+    real = intake.take
+    calls = 0
+
+    def take() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("planted")
+        return real()
+
+    monkeypatch.setattr(intake, "take", take)
+    engine.run()
+    settled(engine)
+    assert list(reader.finish()) == ["r0"] and calls > 2
+
+
+def test_the_scheduler_looks_its_ring_up_when_only_another_connector_s_word_reaches_it(
+    make: Make,
+) -> None:
+    engine = make()
+    connector = engine.scheduler.connector
+    known = connector._intake.identity
+    connector._intake.identity = None
+    connector.set_xfer_handshake_metadata({0: object()})
+    assert connector._intake.identity == known and known is not None
+    connector._engine_id = "another engine"
+    connector.set_xfer_handshake_metadata({})
+    assert connector._intake.identity is None
+
+
+def test_a_step_that_finishes_nothing_costs_next_to_nothing(make: Make) -> None:
+    engine = make()
+    engine.add("r0", ids(20, 0))
+    engine.run()
+    output = engine.scheduler.schedule()
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and "shmconn" in frame.f_code.co_filename
+
+    connector, worker = engine.scheduler.connector, engine.worker
+    sys.setprofile(count)
+    worker.bind_connector_metadata(connector.build_connector_meta(output))
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    worker.get_finished(set())
+    worker.get_kv_connector_stats()
+    worker.clear_connector_metadata()
+    sys.setprofile(None)
+    assert calls <= 12
