@@ -152,6 +152,9 @@ class Demo:
                 await asyncio.wait({sending}, timeout=0.3)
             return len(await sending)
         except BaseExceptionGroup as errors:
+            # A dead server is the better explanation of a broken connection.
+            server.wait(2)
+            self.check_alive(server, drain)
             raise DemoError(f"a request failed: {errors.exceptions[0]}", server) from errors
         finally:
             sending.cancel()

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,36 +21,36 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def children() -> set[int]:
-    """Living children of this process, adopted ones too; dead ones are reaped on the way."""
-    found = set()
+def processes() -> dict[int, int]:
+    """Parents of all living processes."""
+    found = {}
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if int(parent) == os.getpid() and state not in "ZX":
-            found.add(int(entry.name))
+        if entry.name.isdecimal():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state not in "ZX":
+                found[int(entry.name)] = int(parent)
     return found
 
 
-def shm_files() -> dict[str, int]:
-    """Names and inodes in /dev/shm."""
-    return {entry.name: entry.inode() for entry in os.scandir("/dev/shm")}
+def descendants(pid: int) -> set[int]:
+    """Living processes below `pid`."""
+    parents = processes()
+    found: set[int] = set()
+    while new := {child for child, parent in parents.items() if parent in found | {pid}} - found:
+        found |= new
+    return found
 
 
-def shm_in_use() -> set[int]:
-    """Inodes in /dev/shm that a living process maps."""
-    used = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            lines = maps.read_text().splitlines()
-        except OSError:
-            continue
-        used |= {int(line.split(maxsplit=5)[4]) for line in lines if "/dev/shm/" in line}
-    return used
+def shm_inodes(pid: int) -> set[int]:
+    """Files in /dev/shm that a process maps; a semaphore's name there is not the one it has."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {int(line.split(maxsplit=5)[4]) for line in lines if " /dev/shm/" in line}
 
 
 class DemoRun:
@@ -58,8 +59,9 @@ class DemoRun:
     def __init__(self, log: Path, **environment: str) -> None:
         adopt_orphans()
         self.log = log
-        self._shm = shm_files()
-        self._children = children()
+        self._before = {entry.name for entry in os.scandir("/dev/shm")}
+        self._mine = descendants(os.getpid())
+        self._inodes: set[int] = set()
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, str(DEMO / "demo.py")],
@@ -70,6 +72,15 @@ class DemoRun:
                 cwd=ROOT,
                 start_new_session=True,
             )
+        self._ended = threading.Event()
+        self._watch = threading.Thread(target=self._look, daemon=True)
+        self._watch.start()
+
+    def _look(self) -> None:
+        """Note what the demo and its children map: other programs' files come and go as well."""
+        while not self._ended.wait(0.5):
+            for pid in {self.process.pid} | descendants(self.process.pid):
+                self._inodes |= shm_inodes(pid)
 
     @property
     def out(self) -> str:
@@ -114,19 +125,21 @@ class DemoRun:
             self.kill()
         assert ended == code, self.out
         assert "Traceback" not in self.out
-        assert children() - self._children == set(), self.out
-        # Other programs of this machine come and go; theirs are in use or bear another ring's name.
-        used = shm_in_use()
-        left = {
-            name
-            for name, inode in shm_files().items()
-            if name not in self._shm and inode not in used
-            if self.ring in name or "shmconn." not in name
-        }
-        assert left == set(), self.out
+        left = sorted(
+            entry.name
+            for entry in os.scandir("/dev/shm")
+            if entry.name not in self._before
+            and (entry.inode() in self._inodes or self.ring in entry.name)
+        )
+        assert left == [], f"in /dev/shm: {left}\n{self.out}"
+        # Whatever its dead parents left running is a child of ours by now.
+        left = sorted(descendants(os.getpid()) - self._mine)
+        assert left == [], f"processes: {left}\n{self.out}"
 
     def kill(self) -> None:
         """End what is left of it, by force."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+        self._ended.set()
+        self._watch.join()

@@ -138,13 +138,6 @@ def test_two_demos_at_once_do_not_disturb_each_other(demo: Demo) -> None:
         started.finish(0)
 
 
-@pytest.mark.long
-def test_the_demo_verifies_in_bfloat16(demo: Demo) -> None:
-    started = demo(DTYPE="bfloat16")
-    started.finish(0)
-    assert "worst errors, bfloat16" in started.out
-
-
 def swap_rows(states: torch.Tensor) -> torch.Tensor:
     states[[3, 4]] = states[[4, 3]]
     return states
