@@ -163,9 +163,7 @@ class Packing:
         dtype = collator.dtype or DTYPES[like.dtype]
         n = collator.max_len
         parts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        if collator.device is not None:
-            self._rows = torch.zeros(n, layers, hidden, dtype=dtype, device=collator.device)
-        elif collator.split:
+        if collator.split:
             parts["hidden_states"] = (dtype, (n, layers - 1, hidden))
             parts["verifier_last_hidden_states"] = (dtype, (n, hidden))
         else:
@@ -174,8 +172,7 @@ class Packing:
             parts[name] = (torch.int64, (n,))
         if collator.loss_mask is not None:
             parts["loss_mask"] = (torch.bool, (n,))
-        pin = collator.pin or collator.device is not None
-        self._parts, self._dirty = memory.take(parts, pin=pin)
+        self._parts, self._dirty = memory.take(parts, pin=collator.pin, device=collator.device)
 
     def fits(self, sample: Sample) -> bool:
         """Whether the whole sample still fits."""
@@ -199,10 +196,20 @@ class Packing:
         if count == 0 and sample.tokens:
             sample.release()
             return
+        device = self._collator.device
+        if device is None:
+            states, ids = sample.hidden_states, sample.token_ids
+        else:
+            # One DMA; the split and the cast are the device's work.
+            states, ids = sample.to(device, non_blocking=True)
         rows = slice(self._offset, self._offset + count)
-        self._add_states(rows, sample.hidden_states[:count])
         parts = self._parts
-        parts["input_ids"][rows] = sample.token_ids[:count]
+        if self._collator.split:
+            parts["hidden_states"][rows] = states[:count, :-1]
+            parts["verifier_last_hidden_states"][rows] = states[:count, -1]
+        else:
+            parts["hidden_states"][rows] = states[:count]
+        parts["input_ids"][rows] = ids[:count]
         torch.arange(count, out=parts["position_ids"][rows])
         parts["document_ids"][rows] = len(self._lengths)
         if self._collator.loss_mask is not None:
@@ -211,15 +218,6 @@ class Packing:
         self._lengths.append(count)
         self._handles.append(str(sample.handle))
         self._leases.append(sample)
-
-    def _add_states(self, rows: slice, states: torch.Tensor) -> None:
-        if self._collator.device is not None:
-            self._rows[rows].copy_(states, non_blocking=True)
-        elif self._collator.split:
-            self._parts["hidden_states"][rows] = states[:, :-1]
-            self._parts["verifier_last_hidden_states"][rows] = states[:, -1]
-        else:
-            self._parts["hidden_states"][rows] = states
 
     @staticmethod
     def _mask_of(sample: Sample, loss_mask: Callable[[Sample], Any]) -> torch.Tensor:
@@ -231,18 +229,16 @@ class Packing:
             )
         return mask.to(torch.bool)
 
+    @property
+    def samples(self) -> list[Sample]:
+        """Samples that were copied and whose lease is still held."""
+        return self._leases
+
     def release(self) -> None:
         """Ends the leases of what was copied so far, before the batch is full."""
-        if self._leases and self._collator.device is not None:
-            torch.cuda.current_stream(self._collator.device).synchronize()
         for sample in self._leases:
             sample.release()
         self._leases.clear()
-
-    @property
-    def leases(self) -> int:
-        """Samples whose lease is still held."""
-        return len(self._leases)
 
     def finish(self) -> Batch:
         """The batch; the leases of its samples end."""
@@ -256,28 +252,14 @@ class Packing:
                 part[stale] = 0
         parts["document_ids"][end:] = -1
         batch: Batch = {
-            name: part.flatten(1) if part.dim() == 3 else part for name, part in parts.items()
+            name: (part.flatten(1) if part.dim() == 3 else part).unsqueeze(0)
+            for name, part in parts.items()
         }
-        if self._collator.device is not None:
-            batch = self._on_device(batch)
-        batch = {name: part.unsqueeze(0) for name, part in batch.items()}
         batch["lengths"] = torch.tensor(self._lengths, dtype=torch.int64)
         batch["handles"] = self._handles
         batch["cut_tokens"] = self._cut
         self.release()
         return batch
-
-    def _on_device(self, parts: Batch) -> Batch:
-        rows = self._rows
-        if not self._collator.split:
-            states = {"hidden_states": rows.flatten(1)}
-        else:
-            states = {
-                "hidden_states": rows[:, :-1].flatten(1),
-                "verifier_last_hidden_states": rows[:, -1].contiguous(),
-            }
-        device = self._collator.device
-        return states | {n: part.to(device, non_blocking=True) for n, part in parts.items()}
 
 
 class _Memory:
@@ -287,7 +269,11 @@ class _Memory:
         self._free: deque[_Run] = deque(maxlen=_KEPT)
 
     def take(
-        self, parts: "dict[str, tuple[torch.dtype, tuple[int, ...]]]", *, pin: bool
+        self,
+        parts: "dict[str, tuple[torch.dtype, tuple[int, ...]]]",
+        *,
+        pin: bool,
+        device: "torch.device | None",
     ) -> "tuple[dict[str, torch.Tensor], int]":
         """Tensors over one run, and how many rows of them may be other than 0."""
         places: dict[str, slice] = {}
@@ -297,12 +283,12 @@ class _Memory:
             end = start + int(np.prod(shape)) * dtype.itemsize
             places[name] = slice(start, end)
         rows = next(iter(parts.values()))[1][0]
-        if pin:
-            # torch keeps pinned memory for the next batch, and knows which copies still read it.
-            memory, dirty = torch.empty(end, dtype=torch.uint8, pin_memory=True), rows
+        memory, dirty = torch.empty(0, dtype=torch.uint8), rows
+        if pin or device is not None:
+            # torch keeps such memory for the next batch, and knows which copies still read it.
+            memory = torch.empty(end, dtype=torch.uint8, pin_memory=pin, device=device)
         elif get_worker_info() is not None:
             # The batch leaves this process: sharing this memory needs no second copy.
-            memory = torch.empty(0, dtype=torch.uint8)
             memory.set_(torch.UntypedStorage._new_shared(end))  # type: ignore[no-untyped-call]
             dirty = 0
         else:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from trainer_tools import make_producer
+from trainer_tools import any_alive, make_producer, until
 
 from shmconn import Producer
 
@@ -22,3 +22,5 @@ def make(ring_name: str) -> Iterator[Callable[..., Producer]]:
     yield create
     for producer in made:
         producer.close()
+    # Who was given the last sample leaves when it is dropped, in a thread of its own.
+    until(lambda: not any_alive(ring_name), "the members to leave")

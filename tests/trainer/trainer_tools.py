@@ -76,14 +76,15 @@ def group_names(name: str) -> set[str]:
 
 def give_up(name: str) -> None:
     """Gives up all groups of a ring and removes it, as a person would."""
-    until(lambda: not _any_alive(name), "the members to leave")
+    until(lambda: not any_alive(name), "the members to leave")
     for group in group_names(name):
         remove_group(name, group)
     if any(entry.startswith(f"shmconn.{name}") for entry in os.listdir("/dev/shm")):
         remove_rings(name, force=True)
 
 
-def _any_alive(name: str) -> bool:
+def any_alive(name: str) -> bool:
+    """Whether a ring has any live member."""
     try:
         return any(group.alive for group in groups(name))
     except RingMissing:
