@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from shmconn import layout
 from shmconn.errors import NoSpace, OptionError
-from shmconn.handle import check_name, format_size, parse_size
+from shmconn.handle import check_name, parse_size
 
 DEFAULT_RING_SIZE = 8 << 30
 # vLLM gives each data-parallel engine its own engine_id by one of these endings.
@@ -148,14 +148,6 @@ def default_ring_size(free: int | None = None) -> int:
             ) from error
         free = status.f_bavail * status.f_frsize
     return min(DEFAULT_RING_SIZE, free // 4)
-
-
-def describe_capacity(max_sample_bytes: int, data_bytes: int, bytes_per_token: int) -> str:
-    """What a ring holds, in tokens, for a line in a log."""
-    return (
-        f"{format_size(bytes_per_token)} a token, {data_bytes // bytes_per_token} tokens in all, "
-        f"{max_sample_bytes // bytes_per_token} in one sample"
-    )
 
 
 def _problem(error: dict[str, Any]) -> str:

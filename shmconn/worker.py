@@ -16,7 +16,7 @@ from shmconn.errors import OptionError
 from shmconn.handle import format_size
 from shmconn.hold import Hold
 from shmconn.intake import RingIdentity, Work
-from shmconn.layout import DTYPES
+from shmconn.layout import DTYPES, MAX_SLOTS, RingShape
 from shmconn.ring import Producer
 from shmconn.tally import Tally
 
@@ -230,15 +230,30 @@ def _announce(producer: Producer, target: Target, background: bool) -> None:
             "would be lost; a ring_size of %s takes it",
             target.max_tokens,
             producer.name,
-            format_size(3.2 * target.max_tokens * producer.bytes_per_token + shape.data),
+            _size_for(target.max_tokens, producer),
         )
     if not background:
         logger.warning(
             "shmconn: this vLLM takes no step while a request's blocks are held, so a request "
             "that finds the ring full is lost at once"
         )
+    sizes = {info.file: info.size for info in directory.rings(producer.name)}
     for left in producer.leftovers:
-        logger.warning("shmconn: %s", left)
+        logger.warning(
+            "shmconn: the dead ring %s of %s stays for a group that has not read it: start that "
+            "group, or give its samples up with `shmconn groups rm %s GROUP`",
+            left,
+            format_size(sizes.get(left, 0)),
+            producer.name,
+        )
+
+
+def _size_for(tokens: int, producer: Producer) -> str:
+    """The ring_size, as an option takes it, of which a third holds so many tokens."""
+    sample = tokens * (producer.bytes_per_token + 8) + 8192
+    pages = 3 * -(-sample // producer.shape.page_size)
+    slots = max(producer.shape.slots, min(pages, MAX_SLOTS))
+    return f"{-(-RingShape(producer.shape.page_size, pages, slots).size // (1 << 20))}MiB"
 
 
 def _token_major() -> bool:
