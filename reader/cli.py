@@ -221,6 +221,33 @@ def doctor(as_json: JsonOption = False) -> None:
     raise typer.Exit(checks.run(as_json=as_json))
 
 
+@app.command()
+def bench(
+    what: Annotated[
+        str, typer.Argument(metavar="ring|files", help="The hand-over, or the drain to files.")
+    ] = "ring",
+    sample_mib: Annotated[int, typer.Option(min=1, help="MiB of a sample.")] = 64,
+    samples: Annotated[int, typer.Option(min=4, help="Samples of one measurement.")] = 24,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements; the median counts.")] = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure speed beside plain copies and files, in one run. Exit code 1 if a goal is missed.
+
+    Examples:
+
+    - `shmconn bench`
+    - `shmconn bench files --samples 12`
+    - `shmconn bench ring --sample-mib 16 --json`
+    """
+    if what not in ("ring", "files"):
+        raise OptionError(f"bench {what!r} is unknown: use ring or files")
+    if what == "ring":
+        from reader.bench.ring import run
+    else:
+        from reader.bench.files import run
+    raise typer.Exit(run(sample_mib=sample_mib, samples=samples, repeats=repeats, json_out=as_json))
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": False},
 )

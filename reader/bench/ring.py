@@ -46,7 +46,7 @@ def run(
     if json_out:
         print(json.dumps([asdict(figure) | {"met": figure.met} for figure in figures], indent=1))
     else:
-        Console().print(_table(figures))
+        Console().print(table(figures))
     return 0 if all(figure.met for figure in figures) else 1
 
 
@@ -110,7 +110,7 @@ def _answer(process: "subprocess.Popen[str]") -> str:
     return out.strip().splitlines()[-1]
 
 
-def _table(figures: list[Figure]) -> Table:
+def table(figures: list[Figure]) -> Table:
     table = Table(title="ring: one producer process, one reader process")
     for column in ("what", "value", "goal", ""):
         table.add_column(column, justify="left" if column == "what" else "right")

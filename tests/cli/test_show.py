@@ -124,7 +124,7 @@ def test_version_is_the_packages(run) -> None:
 
 def test_every_command_has_help_with_examples(run) -> None:
     commands = ["drain", "ls", "stat", "groups", "rm", "top", "inspect", "doctor", "serve"]
-    commands.append("verify")
+    commands += ["verify", "bench"]
     top = run("--help").out
     for command in commands:
         assert command in top
