@@ -120,9 +120,10 @@ def stock(folder: str) -> "Callable[[Drain], None]":
 
     def loop(drain: Drain) -> None:
         while not drain.stop.is_set():
-            found = sorted(name for name in os.listdir(folder) if name.endswith(".lock"))
-            for name in found:
-                path = os.path.join(folder, name.removesuffix(".lock"))
+            locks = [one for one in os.scandir(folder) if one.name.endswith(".lock")]
+            # Oldest first, as the requests came.
+            for lock in sorted(locks, key=lambda one: one.stat().st_mtime_ns):
+                path = lock.path.removesuffix(".lock")
                 # The lock file is there a moment before its lock is held.
                 with contextlib.suppress(FileNotFoundError):
                     data = load_hidden_states(path)
@@ -131,7 +132,7 @@ def stock(folder: str) -> "Callable[[Drain], None]":
                     drain.take(states)
                     cleanup_hidden_states(path)
                     del data, states
-            if not found:
+            if not locks:
                 time.sleep(0.002)
 
     return loop

@@ -12,6 +12,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from multiprocessing import Pipe
@@ -195,7 +196,7 @@ class Child:
             stdout=self._log,
             stderr=self._log,
             env={**os.environ, **environment},
-            start_new_session=True,
+            process_group=0,
         )
         theirs.close()
 
@@ -224,10 +225,14 @@ class Child:
         self.tell(what, **arguments)
         return self.answer(timeout_s)
 
-    def close(self, grace_s: float = 20) -> None:
-        """Asks it to end, and kills its process group if it does not."""
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+    def ask_to_end(self) -> None:
+        """Asks it to end; it goes on for a moment."""
+        with contextlib.suppress(OSError):
             self._pipe.send(("close", {}))
+
+    def close(self, grace_s: float = 15) -> None:
+        """Waits for its end, and kills its process group if it does not come."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_s)
         kill_group(self.process)
         self._pipe.close()
@@ -357,7 +362,10 @@ class _Commands:
 def start(spec: Spec, folder: Path) -> Child:
     """Starts an engine; its first answer comes when it is up."""
     write_model(folder, spec.shape)
+    # Engines that compile at the same time must not share what they compile.
+    kind = f"{spec.shape}-{spec.name}-{len(spec.layers)}"
     environment = {
+        "VLLM_CACHE_ROOT": str(Path(tempfile.gettempdir()) / "shmconn-bench-cache" / kind),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",

@@ -21,6 +21,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -96,8 +97,14 @@ class Crew:
         )
         spec = replace(spec, **fields)
         if self.run.tiny:
+            # Compiling takes longer than all else on the CPU.
             spec = replace(
-                spec, ring_size="16MiB", max_model_len=1024, batched_tokens=256, sequences=8
+                spec,
+                ring_size="16MiB",
+                max_model_len=1024,
+                batched_tokens=256,
+                sequences=8,
+                eager=True,
             )
         return spec
 
@@ -110,7 +117,7 @@ class Crew:
                 about = child.answer(START_S)
             except RuntimeError as error:
                 self.run.note("failed", engine=key, error=str(error)[-2000:])
-                child.close(1)
+                child.close(0)
                 continue
             self.engines[key] = child
             self.run.note("up", engine=key, **about)
@@ -166,7 +173,10 @@ class Crew:
 
     def close(self) -> None:
         """Ends all processes and removes their files."""
-        for child in (*self.readers.values(), *self.engines.values()):
+        everybody = (*self.readers.values(), *self.engines.values())
+        for child in everybody:
+            child.ask_to_end()
+        for child in everybody:
             child.close()
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
@@ -226,7 +236,7 @@ def _handoff(run: Run, team: Crew) -> None:
     tokens = 300 if run.tiny else 8192
     rounds, each = (1, 2) if run.tiny else (5, 20)
     for name in ("ours", "stock"):
-        team.batch(name, "warm", count=1, tokens=tokens, seed=7)
+        team.batch(name, "warm", count=1, tokens=tokens, seed=99_999)
     for turn in range(rounds):
         if run.left() < 30 and turn > 1:
             run.note("cut", rounds=turn)
@@ -286,7 +296,7 @@ def correct(run: Run) -> None:
     with crew(run) as team:
         blocks, requests, tokens, answer = (700, 2000, 400, 64)
         if run.tiny:
-            blocks, requests, tokens, answer = (8, 24, 200, 100)
+            blocks, requests, tokens, answer = (10, 24, 200, 100)
         spec = team.spec("both", "qwen3-0.6b", (2, 14, 25, 28), max_model_len=1024, sequences=96)
         # A ring that is full now and then, so that requests are held, too.
         spec = replace(spec, blocks=blocks, stats=True, ring_size="16MiB" if run.tiny else "64MiB")
@@ -358,18 +368,22 @@ def main() -> int:
     unknown = set(chosen) - set(PARTS)
     if unknown:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    # A run that is cut short still ends its engines and prints its table.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     failed = 0
     run.note("about", **about(run))
-    for part in chosen:
-        run.part = part
-        try:
-            PARTS[part](run)
-        except Exception as error:
-            failed = 1
-            run.note("failed", error=f"{type(error).__name__}: {error}"[-2000:])
-            traceback.print_exc()
-    shutil.rmtree(run.work, ignore_errors=True)
-    print_table(run.figures)
+    try:
+        for part in chosen:
+            run.part = part
+            try:
+                PARTS[part](run)
+            except Exception as error:
+                failed = 1
+                run.note("failed", error=f"{type(error).__name__}: {error}"[-2000:])
+                traceback.print_exc()
+    finally:
+        shutil.rmtree(run.work, ignore_errors=True)
+        print_table(run.figures)
     return failed
 
 
