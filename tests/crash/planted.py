@@ -15,6 +15,8 @@ from shmconn.ledger import Ledger
 from shmconn.member import Member, RingView
 from shmconn.registry import Registry
 from shmconn.ring import Producer
+from shmconn.segment import RingSegment
+from shmconn.slots import Slots
 from shmconn.words import Words
 
 
@@ -89,6 +91,20 @@ def released_at_the_claim(patch: pytest.MonkeyPatch) -> None:
         return got
 
     patch.setattr(Member, "_try_claim", wrong)
+
+
+def a_lease_does_not_count(patch: pytest.MonkeyPatch) -> None:
+    """A slot is taken back as soon as it was claimed."""
+
+    def wrong(registry: Registry, ring: RingSegment, slot: int, seq: int) -> bool:
+        at = ring.shape.hold_at
+        return any(
+            registry.state(group) != layout.FREE and ring.words.load(at(group, slot)) >> 16 != seq
+            for group in range(layout.GROUPS)
+        )
+
+    patch.setattr("shmconn.slots.needed", wrong)
+    patch.setattr(Slots, "_candidates", lambda self: list(self.stored))
 
 
 def name_before_doorbell(patch: pytest.MonkeyPatch) -> None:

@@ -167,12 +167,5 @@ def test_kills_of_a_cleaner_find_planted_faults(ring: str) -> None:
 
             if not found_fault(run_all(one, ring, stop=True)):
                 missed.append(fault.__name__)
-    figures.record(
-        "4",
-        "faults planted in cleaners, found by kills",
-        trials=len(FINDS),
-        exercised=len(FINDS),
-        failures=len(missed),
-        detected=f"{len(FINDS) - len(missed)} of {len(FINDS)}",
-    )
+    figures.detected("4", "kills of cleaners", len(FINDS), missed)
     assert missed == []

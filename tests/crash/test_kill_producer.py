@@ -169,12 +169,5 @@ def test_kills_of_a_producer_find_planted_faults(
 
         if not found_fault(run_all(one, ring, stop=True)):
             missed.append(fault.__name__)
-    figures.record(
-        "1",
-        "faults planted in the producer, found by kills",
-        trials=len(planted.PRODUCER),
-        exercised=len(planted.PRODUCER),
-        failures=len(missed),
-        detected=f"{len(planted.PRODUCER) - len(missed)} of {len(planted.PRODUCER)}",
-    )
+    figures.detected("1", "kills of the producer", len(planted.PRODUCER), missed)
     assert missed == []

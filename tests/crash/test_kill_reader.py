@@ -305,12 +305,5 @@ def test_kills_of_a_reader_find_planted_faults(ring: str) -> None:
 
             if not found_fault(run_all(one, ring, stop=True)):
                 missed.append(fault.__name__)
-    figures.record(
-        "3",
-        "faults planted in readers, found by kills",
-        trials=len(FINDS),
-        exercised=len(FINDS),
-        failures=len(missed),
-        detected=f"{len(FINDS) - len(missed)} of {len(FINDS)}",
-    )
+    figures.detected("3", "kills of readers", len(FINDS), missed)
     assert missed == []

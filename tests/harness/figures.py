@@ -51,13 +51,30 @@ def record(
     _recoveries.setdefault(key, []).extend(recovery_s)
 
 
+def detected(row: str, how: str, planted: int, missed: Sequence[str] = ()) -> None:
+    """Notes how many of the faults that were planted a test of a row found.
+
+    Args:
+        row: row of the fault table.
+        how: what looked for them.
+        planted: how many there were.
+        missed: names of those it did not find.
+    """
+    key = (row, f"planted faults found by {how}")
+    line = _rows.setdefault(key, {"row": row, "what": key[1], "planted": 0, "detected": 0})
+    line["planted"] += planted
+    line["detected"] += planted - len(missed)
+    if missed:
+        line["missed"] = [*line.get("missed", []), *missed]
+
+
 def flush() -> list[str]:
     """Writes all figures to the file; returns the lines."""
     lines = []
     for key, line in _rows.items():
-        if not line["failures"] and line["exercised"]:
+        if line.get("exercised") and not line["failures"]:
             line["bound95"] = float(f"{3 / line['exercised']:.2g}")
-        if _recoveries[key]:
+        if _recoveries.get(key):
             for name, share in (("p50_ms", 0.5), ("p99_ms", 0.99), ("max_ms", 1.0)):
                 line[name] = round(1000 * percentile(_recoveries[key], share), 2)
         line |= {"date": datetime.date.today().isoformat(), "machine": machine()}

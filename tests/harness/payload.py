@@ -8,7 +8,6 @@ to another sample, generation or slot, or was never written, is seen wherever it
 """
 
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,13 +49,18 @@ def token_ids(number: int, tokens: int) -> list[int]:
     return [number * 1000 + token for token in range(tokens)]
 
 
-def fill_in(fill: Fill, generation: str, seq: int, chunks: int = 2) -> None:
-    """Writes the states, in parts, with a step of the protocol before each."""
+def fill_in(fill: Fill, generation: str, seq: int, chunks: int = 2, passes: int = 1) -> None:
+    """Writes the states, in parts, with a step of the protocol before each.
+
+    Passes before the last write what is wrong, so that more kills fall into a fill.
+    """
     target = np.frombuffer(fill.states, dtype=np.uint64)
     source = expected(generation, fill.slot, seq, fill.number, len(target))
-    for part in np.array_split(np.arange(len(target)), chunks):
-        words.step("fill")
-        target[part[0] : part[-1] + 1] = source[part[0] : part[-1] + 1]
+    edges = [len(target) * part // chunks for part in range(chunks + 1)]
+    for left in range(passes - 1, -1, -1):
+        for start, stop in zip(edges, edges[1:], strict=False):
+            words.step("fill")
+            target[start:stop] = ~source[start:stop] if left else source[start:stop]
 
 
 def put(
@@ -64,7 +68,7 @@ def put(
     tokens: int = 2,
     *,
     chunks: int = 2,
-    before_fill: Callable[[], None] | None = None,
+    passes: int = 1,
 ) -> Handle | None:
     """Publishes the next sample, or returns None if there is no room."""
     number = producer.accepted + 1
@@ -77,9 +81,7 @@ def put(
     if fill is None:
         return None
     producer.accept(number)
-    if before_fill is not None:
-        before_fill()
-    fill_in(fill, producer.generation, producer.published + 1, chunks)
+    fill_in(fill, producer.generation, producer.published + 1, chunks, passes)
     return producer.publish(fill)
 
 

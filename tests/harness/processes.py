@@ -96,6 +96,14 @@ class Child:
         """Whether it has not died yet."""
         return not self.wait(0.0, reap=False)
 
+    @property
+    def cpu_s(self) -> float:
+        """Processor time it has used; 0 once it is dead."""
+        with contextlib.suppress(OSError):
+            # The clock of another process, as clock_getcpuclockid(3) names it.
+            return time.clock_gettime((~self.pid << 3) | 2)
+        return 0.0
+
     def signal(self, number: int) -> None:
         """Sends it a signal."""
         if self.status is None:
