@@ -261,6 +261,9 @@ MORE_SEEDED: dict[Fault, Case] = {
     Fault.PRODUCER_LOCK_AFTER_R: _case("", whole_life),
     Fault.END_WITHOUT_EPOCH: _case("", whole_life, kills=1, killed="producer"),
     Fault.UNDO_WITHOUT_LOOK: _case("", whole_life, wishes=(1,), may_fail=True),
+    Fault.GROUPS_BEFORE_RESERVE: _case(
+        "", whole_life, producers=2, groups=(), wishes=(1,), may_fail=True
+    ),
     Fault.MAGIC_BEFORE_LOCK: _case("", whole_life, producers=2),
     Fault.SETTLED_AFTER_SLOTS: _case("", by_handle, script=TWO_PUTS),
     Fault.SETTLED_BEFORE_TOMBSTONE: _case("", by_handle, script=PUT_BURY_PUT, tombstones=2),

@@ -41,7 +41,11 @@ def open_registry(w: World, create: bool = True) -> Program:
 
 
 def start(w: World, wishes: tuple[int, ...] = (), may_fail: bool = False) -> Program:
-    """Make a ring; return (registry, ring), or None if /dev/shm was too small."""
+    """Make a ring; return (registry, ring), or None if /dev/shm was too small.
+
+    The groups that the configuration names come last, when nothing can fail any more: another
+    producer may count on them as soon as they are there, so they cannot be taken back.
+    """
     i = yield from open_registry(w)
     yield from undo_dead_registrants(w, i, "start 2: undo")
     yield from clean_rings(w, i, starting=True)
@@ -50,12 +54,9 @@ def start(w: World, wishes: tuple[int, ...] = (), may_fail: bool = False) -> Pro
         yield lock(w.producer_lock(g), "start 4")
     yield store(w.at("ring bell", g), 1, "start 5: doorbell")
     made: tuple[tuple[int, int], ...] = ()
-    for name in wishes:
-        before = yield look(tuple(w.state(i, r) for r in w.rows), "start 5: groups")
-        r = yield from register(w, i, name)
-        if before[r] != ACTIVE:
-            made = (*made, (r, name))
-        del before, r
+    early = w.fault in (Fault.UNDO_WITHOUT_LOOK, Fault.GROUPS_BEFORE_RESERVE)
+    if early:
+        made = yield from _register_all(w, i, wishes)
     epoch = yield load(w.epoch(i), "start 5: epoch")
     yield store(w.epoch(i), epoch + 1, "start 5: epoch")
     del epoch
@@ -65,8 +66,24 @@ def start(w: World, wishes: tuple[int, ...] = (), may_fail: bool = False) -> Pro
     if may_fail and (yield choose(2, "start 7: too small?")):
         yield from _undo_start(w, i, g, made)
         return None
+    if wishes and not early:
+        yield lock(w.registry_lock(i), "start 8: R for the groups")
+        yield from _register_all(w, i, wishes)
+        yield unlock(w.registry_lock(i), "start 8: R for the groups")
     yield store(w.at("ring magic", g), 1, "start 9")
     return i, g
+
+
+def _register_all(w: World, i: int, wishes: tuple[int, ...]) -> Program:
+    """Register groups; return row and name of those that are new."""
+    made: tuple[tuple[int, int], ...] = ()
+    for name in wishes:
+        before = yield look(tuple(w.state(i, r) for r in w.rows), "start: groups")
+        r = yield from register(w, i, name)
+        if before[r] != ACTIVE:
+            made = (*made, (r, name))
+        del before, r
+    return made
 
 
 def _undo_start(w: World, i: int, g: int, made: tuple[tuple[int, int], ...]) -> Program:
@@ -74,13 +91,12 @@ def _undo_start(w: World, i: int, g: int, made: tuple[tuple[int, int], ...]) -> 
     yield store(w.at("ring bell", g), 0, "undo start: doorbell")
     yield store(w.at("exists", g), UNLINKED, "undo start: name")
     for r, name in made:
-        if w.fault is not Fault.UNDO_WITHOUT_LOOK:
-            state = yield load(w.state(i, r), "undo start: state")
-            there = yield load(w.name(i, r), "undo start: name of the group")
+        if w.fault is Fault.GROUPS_BEFORE_RESERVE:
+            state = yield look((w.state(i, r), w.name(i, r)), "undo start: group")
             joined = yield look(tuple(w.joined(i, r, m) for m in w.members), "undo start: joined")
-            if state != ACTIVE or there != name or any(joined):
+            if state != (ACTIVE, name) or any(joined):
                 continue
-            del state, there, joined
+            del state, joined
         yield from remove_group(w, i, r)
     yield unlock(w.producer_lock(g), "undo start: P")
     yield from clean_up_held(w, i)

@@ -4,9 +4,9 @@
 A *watch* looks at the state before and after a store to its word. A *check* belongs to a step of
 a program: a claim, the end, a leave. Both return what is wrong, or None.
 
-Ghost words: `known` groups (registered, and not everybody left); samples `owed` to a group
-(published while it was known, not released); what a row's groups `had`, and what `had by any` was
-released by some group or given up by all of its members.
+Ghost words: whether a row `had members`; `known` groups (registered, and not everybody left);
+samples `owed` to a group (published while it was known, not released); what a row's groups `had`,
+and what `had by any` was released by some group or given up by all of its members.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class World(Names):
             self.watches[self.epoch(i)] = self._never_falls(self.epoch(i))
             for r in self.rows:
                 self.watches[self.state(i, r)] = self._on_state(i, r)
+                for m in self.members:
+                    self.watches[self.joined(i, r, m)] = self._on_joined(i, r, m)
         for g in self.rings:
             self.watches[self.at("exists", g)] = self._on_exists(g)
             self.watches[self.published(g)] = self._on_published(g)
@@ -109,6 +111,20 @@ class World(Names):
 
     # ---- what is checked after a store
 
+    def _unread(self, t: bytes | bytearray, g: int, r: int) -> bool:
+        """Does a ring hold a published sample that this row's group did not have?"""
+        return t[self.at("exists", g)] != UNLINKED and any(
+            not t[self.at("had", g, r)] >> n & 1
+            for n in range(max(1, t[self.start(g, r)]), t[self.published(g)] + 1)
+        )
+
+    def _on_joined(self, i: int, r: int, m: int) -> Watch:
+        def watch(s: bytes, t: bytearray, actor: int) -> str | None:
+            t[self.at("had members", i, r)] |= t[self.joined(i, r, m)]
+            return None
+
+        return watch
+
     def _never_falls(self, at: int) -> Watch:
         def watch(s: bytes, t: bytearray, actor: int) -> str | None:
             return f"{self.words[at]} falls (invariant 6)" if t[at] < s[at] else None
@@ -122,7 +138,12 @@ class World(Names):
             old, new = s[at], t[at]
             name = t[self.name(i, r)]
             rings = self._rings_under(t, i)
+            if old == ACTIVE and not t[self.at("had members", i, r)]:
+                for g in rings:
+                    if self._unread(t, g, r):
+                        return f"row {r} gives up samples, and nobody has left"
             if new != ACTIVE:
+                t[self.at("had members", i, r)] = 0
                 for g in rings:
                     t[self.at("had", g, r)] = 0
             if new == ACTIVE:
@@ -158,6 +179,8 @@ class World(Names):
             if t[self.state(i, r)] == ACTIVE and self.fault is not Fault.ACTIVE_BEFORE_START:
                 if any(t[self.joined(i, r, m)] for m in self.members):
                     return f"row {r} gives up samples, but a member has not left (leave 3)"
+                if not t[self.at("had members", i, r)] and self._unread(s, g, r):
+                    return f"row {r} gives up samples, and nobody has left"
                 name = t[self.name(i, r)]
                 given_up = (1 << t[at]) - 1
                 t[self.at("had by any", g)] |= given_up

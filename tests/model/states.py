@@ -139,6 +139,9 @@ class Layout:
     def _ghosts(self) -> None:
         for name in self.names:
             self._word(f"known[{name}]", "known", name)
+        for i in self.registries:
+            for r in self.rows:
+                self._word(f"had members[{i},{r}]", "had members", i, r)
         for g in self.rings:
             self._word(f"had by any[{g}]", "had by any", g)
             for k in range(self.requests + 1):
