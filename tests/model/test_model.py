@@ -22,7 +22,7 @@ from .search import Found, search
 from .steps import Model
 
 # With this many states a search takes less than 4 GB.
-MOST_STATES = 14_000_000
+MOST_STATES = 12_000_000
 
 
 def _say(capsys: pytest.CaptureFixture[str], line: str) -> None:
