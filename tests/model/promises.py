@@ -40,6 +40,7 @@ class World(Names):
     Args:
         by_handle: names of the groups that ask by handle.
         sole: each group has one member; then nothing may be unread at an end.
+        by_hand: groups may be removed that nobody ever joined.
         harm_only: leave out the invariants whose breach alone harms nobody (2, 5, 6, 7).
         fault: the rule that this model leaves out.
         sizes: see `Layout`.
@@ -50,12 +51,14 @@ class World(Names):
         *,
         by_handle: tuple[int, ...] = (),
         sole: bool = True,
+        by_hand: bool = False,
         harm_only: bool = False,
         fault: Fault | None = None,
         **sizes: Any,
     ) -> None:
         super().__init__(**sizes)
-        self.by_handle, self.sole, self.harm_only, self.fault = by_handle, sole, harm_only, fault
+        self.by_handle, self.sole, self.by_hand = by_handle, sole, by_hand
+        self.harm_only, self.fault = harm_only, fault
         self.watches: dict[int, Watch] = {}
         for i in self.registries:
             self.watches[self.epoch(i)] = self._never_falls(self.epoch(i))
@@ -111,9 +114,11 @@ class World(Names):
 
     # ---- what is checked after a store
 
-    def _unread(self, t: bytes | bytearray, g: int, r: int) -> bool:
-        """Does a ring hold a published sample that this row's group did not have?"""
-        return t[self.at("exists", g)] != UNLINKED and any(
+    def _taken(self, t: bytes | bytearray, g: int, i: int, r: int) -> bool:
+        """Does this row's group lose samples of a ring by going now, and never had a member?"""
+        if t[self.at("had members", i, r)] or t[self.at("exists", g)] == UNLINKED or self.by_hand:
+            return False
+        return any(
             not t[self.at("had", g, r)] >> n & 1
             for n in range(max(1, t[self.start(g, r)]), t[self.published(g)] + 1)
         )
@@ -138,10 +143,8 @@ class World(Names):
             old, new = s[at], t[at]
             name = t[self.name(i, r)]
             rings = self._rings_under(t, i)
-            if old == ACTIVE and not t[self.at("had members", i, r)]:
-                for g in rings:
-                    if self._unread(t, g, r):
-                        return f"row {r} gives up samples, and nobody has left"
+            if old == ACTIVE and any(self._taken(t, g, i, r) for g in rings):
+                return f"row {r} gives up samples, and nobody has left"
             if new != ACTIVE:
                 t[self.at("had members", i, r)] = 0
                 for g in rings:
@@ -179,7 +182,7 @@ class World(Names):
             if t[self.state(i, r)] == ACTIVE and self.fault is not Fault.ACTIVE_BEFORE_START:
                 if any(t[self.joined(i, r, m)] for m in self.members):
                     return f"row {r} gives up samples, but a member has not left (leave 3)"
-                if not t[self.at("had members", i, r)] and self._unread(s, g, r):
+                if self._taken(s, g, i, r):
                     return f"row {r} gives up samples, and nobody has left"
                 name = t[self.name(i, r)]
                 given_up = (1 << t[at]) - 1

@@ -76,6 +76,7 @@ def one_ring(
         buffer=buffer,
         by_handle=by_handle,
         sole=max(groups) == 1,
+        by_hand=removes > 0,
         harm_only=harm_only,
         fault=fault,
     )
