@@ -230,7 +230,7 @@ class Child:
         with contextlib.suppress(OSError):
             self._pipe.send(("close", {}))
 
-    def close(self, grace_s: float = 15) -> None:
+    def close(self, grace_s: float) -> None:
         """Waits for its end, and kills its process group if it does not come."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_s)

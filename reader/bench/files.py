@@ -36,7 +36,7 @@ def run(
     if json_out:
         print(json.dumps([asdict(figure) | {"met": figure.met} for figure in figures], indent=1))
     else:
-        Console().print(table(figures))
+        Console().print(table(figures, "drain to files on tmpfs"))
     return 0 if all(figure.met for figure in figures) else 1
 
 
@@ -62,7 +62,7 @@ def measure(*, sample_mib: int, samples: int, repeats: int) -> list[Figure]:
             else:
                 seconds[name].append(_drain(states, ids, samples, form, writers))
     speed = {name: size / statistics.median(found) / 1e9 for name, found in seconds.items()}
-    figures = [Figure(f"drain to files: {name}", value, "GB/s") for name, value in speed.items()]
+    figures = [Figure(name, value, "GB/s") for name, value in speed.items()]
     share = speed["1 writer"] / speed["save_file"]
     return [*figures, Figure("1 writer against save_file", share, "x", goal=1.0)]
 

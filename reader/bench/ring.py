@@ -110,8 +110,11 @@ def _answer(process: "subprocess.Popen[str]") -> str:
     return out.strip().splitlines()[-1]
 
 
-def table(figures: list[Figure]) -> Table:
-    table = Table(title="ring: one producer process, one reader process")
+def table(
+    figures: list[Figure], title: str = "ring: one producer process, one reader process"
+) -> Table:
+    """The figures for people."""
+    table = Table(title=title)
     for column in ("what", "value", "goal", ""):
         table.add_column(column, justify="left" if column == "what" else "right")
     for figure in figures:

@@ -176,8 +176,9 @@ class Crew:
         everybody = (*self.readers.values(), *self.engines.values())
         for child in everybody:
             child.ask_to_end()
+        deadline = time.monotonic() + 15
         for child in everybody:
-            child.close()
+            child.close(max(0.0, deadline - time.monotonic()))
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         for spec in self.specs.values():
@@ -326,6 +327,7 @@ def correct(run: Run) -> None:
             first_differing=state["differing"][:5],
             preemptions=team.engines["both"].ask("preemptions"),
             problem=state["problem"],
+            memory=team.engines["both"].ask("memory", reset=True),
         )
 
 
