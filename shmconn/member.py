@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from shmconn import layout
 from shmconn.cleanup import try_clean
 from shmconn.doorbell import Doorbell, group_doorbell
+from shmconn.errors import LayoutMismatch, SegmentCorrupt
 from shmconn.registry import Group, Registry
 from shmconn.sample import Facts, Row, Sample
 from shmconn.segment import RingSegment, ring_files
@@ -120,7 +121,7 @@ class Member:
         """
         registry = Registry.open(name, create=create, wait_s=wait_s)
         try:
-            group, _ = registry.register(wish)
+            group = registry.register(wish)
             row = registry.join(group, durable=durable, background=background)
             member = cls(registry, group, row)
             member._sweep()
@@ -137,7 +138,10 @@ class Member:
         self.registry.lock_claims(self.group, time.monotonic() + _SWEEP_WAIT_S)
         try:
             for file_name in ring_files(self.registry.name):
-                ring = RingSegment.attach(file_name, whole=False)
+                try:
+                    ring = RingSegment.attach(file_name, whole=False)
+                except (SegmentCorrupt, LayoutMismatch):
+                    continue  # nobody can claim anything of it
                 if ring is None or ring.registry_id != self.registry.id:
                     continue
                 for slot in range(ring.shape.slots):

@@ -20,7 +20,7 @@ import posix_ipc
 
 from shmconn import layout
 from shmconn.doorbell import Doorbell, group_doorbell
-from shmconn.errors import OptionError, RegistryFull, RingMissing, SegmentCorrupt
+from shmconn.errors import LayoutMismatch, OptionError, RegistryFull, RingMissing, SegmentCorrupt
 from shmconn.segment import RingSegment, ShmFile, registry_file, ring_files
 from shmconn.words import Words, step
 
@@ -216,32 +216,48 @@ class Registry:
 
     # --- groups; all under R --------------------------------------------------------------------
 
-    def register(self, wish: Group, mode: int = 0o600) -> tuple[int, bool]:
-        """Row of a group, and whether it was made just now. Under R.
+    def check(self, wishes: list[Group]) -> None:
+        """Whether all groups can be registered, before any of them is. Under R.
+
+        Raises:
+            OptionError: a group is there with the other kind.
+            RegistryFull: too few rows are free.
+        """
+        self.undo_dead_registrants()
+        new = 0
+        for wish in wishes:
+            group = self.find(wish.name)
+            if group is None:
+                new += 1
+            elif self.by_handle(group) != wish.by_handle:
+                kinds = ("of every sample", "by handle")
+                raise OptionError(
+                    f"group {wish.name!r} of ring {self.name!r} is {kinds[not wish.by_handle]}, "
+                    f"you ask for one {kinds[wish.by_handle]}: take another group name, or "
+                    f"`shmconn groups rm {self.name} {wish.name}` first"
+                )
+        taken = sum(self.state(group) == layout.ACTIVE for group in range(layout.GROUPS))
+        if taken + new > layout.GROUPS:
+            raise RegistryFull(_full_text(self))
+
+    def register(self, wish: Group, mode: int = 0o600) -> int:
+        """Row of a group, which is made if it is not there. Under R.
 
         A new group takes over what nobody has subscribed to yet, if there is such; else it starts
         with the next sample of each ring.
 
         Raises:
-            OptionError: the group is there with the other kind.
-            RegistryFull: all rows are taken.
+            OptionError, RegistryFull: see ``check``.
         """
-        self.undo_dead_registrants()
-        group_at = self.find(wish.name)
-        if group_at is not None:
-            if self.by_handle(group_at) != wish.by_handle:
-                there, asked = ("by handle", "of every sample")[:: 1 if not wish.by_handle else -1]
-                raise OptionError(
-                    f"group {wish.name!r} of ring {self.name!r} is {there}, you ask for one "
-                    f"{asked}: take another group name, or `shmconn groups rm {self.name} "
-                    f"{wish.name}` first"
-                )
-            return group_at, False
+        self.check([wish])
+        group = self.find(wish.name)
+        if group is not None:
+            return group
         states = [self.state(group) for group in range(layout.GROUPS)]
         if layout.NAMELESS in states:
             group = states.index(layout.NAMELESS)
             self._describe(group, wish, mode)
-        elif layout.FREE in states:
+        else:
             group = states.index(layout.FREE)
             self._describe(group, wish, mode)
             self.set_state(group, layout.REGISTERING)
@@ -249,10 +265,8 @@ class Registry:
             # them is published with this row in sight.
             self.locks.held(layout.LOCK_R)
             self.start_after_published(group)
-        else:
-            raise RegistryFull(_full_text(self))
         self.set_state(group, layout.ACTIVE)
-        return group, True
+        return group
 
     def _describe(self, group: int, wish: Group, mode: int) -> None:
         row = layout.group_row(group)
@@ -267,7 +281,11 @@ class Registry:
     def start_after_published(self, group: int) -> None:
         """Makes a group need only what will be published from now on. Under R."""
         for file_name in ring_files(self.name):
-            ring = RingSegment.attach(file_name, whole=False)
+            try:
+                ring = RingSegment.attach(file_name, whole=False)
+            except (SegmentCorrupt, LayoutMismatch):
+                # Nobody can read it, and it must not keep groups from coming and going.
+                continue
             if ring is not None and ring.registry_id == self.id:
                 published = ring.words.load(layout.PUBLISHED)
                 ring.words.store(layout.START + 8 * group, published + 1)

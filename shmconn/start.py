@@ -2,8 +2,9 @@
 """The start of a ring: checked options, a name under lock R, reserved memory, a header.
 
 In this order: R; dead rings go; the ring's name and lock P, so that a ring without P is dead and
-never newborn; its doorbell; the groups that the options name; epoch; R is freed; the memory is
-reserved; the header; magic last. A failure undoes what it made.
+never newborn; its doorbell; R is freed; the memory is reserved; the header; R again; the groups
+that the options name, epoch, and magic last. A start that fails has registered nothing: a group
+that it took back could be one that another producer counts on.
 """
 
 import os
@@ -160,47 +161,45 @@ def _make(registry: Registry, plan: Plan) -> tuple[RingSegment, Doorbell]:
     """Makes the ring; R is held on entry and free on return, also after an error."""
     generation = secrets.token_bytes(16)
     file_name = ring_file(plan.name, generation.hex())
-    made: list[str] = []
     file = None
     try:
         # The name and lock P come under R, so that a ring without P is dead, never newborn.
         file = ShmFile(file_name, posix_ipc.O_CREX, plan.mode)
         file.locks.try_lock(layout.LOCK_P)
         bell = Doorbell(file_name, create=True, mode=plan.mode)
-        for wish in plan.groups:
-            _, new = registry.register(wish, plan.mode)
-            made += [wish.name] if new else []
-        epoch = registry.words.load(layout.EPOCH)
-        registry.words.store(layout.EPOCH, epoch + 1)
+        registry.check(plan.groups)
     except BaseException:
-        _undo(registry, file_name, file, made)
+        _undo(registry, file_name, file)
         registry.unlock()
         raise
     registry.unlock()
     try:
         file.reserve(plan.shape.size, f"ring {plan.name!r}")
-        _write_head(file, registry, plan, generation)
+        head = _write_head(file, registry, plan, generation)
+        with registry.exclusive():
+            registry.check(plan.groups)
+            for wish in plan.groups:
+                registry.register(wish, plan.mode)
+            registry.words.store(layout.EPOCH, registry.words.load(layout.EPOCH) + 1)
+            head.store(layout.MAGIC, layout.RING_MAGIC)
         return RingSegment(file, whole=True), bell
     except BaseException:
         with registry.exclusive():
-            _undo(registry, file_name, file, made)
+            _undo(registry, file_name, file)
         raise
 
 
-def _undo(registry: Registry, file_name: str, file: ShmFile | None, made: list[str]) -> None:
+def _undo(registry: Registry, file_name: str, file: ShmFile | None) -> None:
+    """Takes back a ring that could not be made. Under R."""
     if file is not None:
         unlink_doorbell(file_name)
         unlink(file_name)
         file.close()
-    for name in made:
-        group = registry.find(name)
-        # R was free meanwhile: somebody may have joined, and the group is his now.
-        if group is not None and not registry.joined(group):
-            registry.dissolve(group)
     clean_up(registry, backlog_counts=True)
 
 
-def _write_head(file: ShmFile, registry: Registry, plan: Plan, generation: bytes) -> None:
+def _write_head(file: ShmFile, registry: Registry, plan: Plan, generation: bytes) -> Words:
+    """Writes all of the header but its magic."""
     words = Words(file.map(layout.TOMBSTONE_TABLE))
     engine_id = plan.engine_id.encode()[: layout.ENGINE_ID_BYTES]
     host = socket.gethostname().encode()[: layout.HOST_BYTES]
@@ -228,4 +227,4 @@ def _write_head(file: ShmFile, registry: Registry, plan: Plan, generation: bytes
     words.write(layout.RING_REGISTRY_ID, registry.id)
     words.write(layout.ENGINE_ID, engine_id)
     words.write(layout.HOST, host)
-    words.store(layout.MAGIC, layout.RING_MAGIC)
+    return words
