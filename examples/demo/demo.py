@@ -47,7 +47,8 @@ DTYPES = ("float32", "bfloat16")
 SERVER_FLAGS = [
     "--served-model-name=smollm2",
     "--host=127.0.0.1",
-    "--max-model-len=2048",
+    # The longest sample that a third of the ring holds is a little longer.
+    "--max-model-len=512",
     # A step of 256 tokens, so that the long prompts take several.
     "--max-num-batched-tokens=256",
     "--max-num-seqs=8",
@@ -56,11 +57,13 @@ SERVER_FLAGS = [
     "--enable-chunked-prefill",
     "--enable-prefix-caching",
 ]
-START_TIMEOUT_S = 300.0
+# A busy machine takes several times the minute that this takes alone.
+START_TIMEOUT_S = 600.0
 SHUTDOWN_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 60.0
 # vLLM unlinks its own shared memory when it is given the time.
 CLEANUP_GRACE_S = 40.0
+FREE_TIMEOUT_S = 20.0
 
 console = Console(highlight=False)
 
@@ -219,7 +222,17 @@ class Demo:
             if child.members():
                 console.print(f"  the {child.name} is told to end, up to {CLEANUP_GRACE_S:.0f} s")
                 child.end(CLEANUP_GRACE_S)
-        # Mostly both are gone by now.
+        # The kernel needs a moment to take down a killed process, and with it what it held.
+        until = time.monotonic() + FREE_TIMEOUT_S
+        while self.leftovers() and time.monotonic() < until:
+            self._free()
+            time.sleep(0.2)
+        if left := self.leftovers():
+            console.print(f"[red]left behind: {escape(', '.join(left))}[/]")
+
+    def _free(self) -> None:
+        """Remove this run's group and ring, and what a killed vLLM leaves."""
+        # Mostly both are gone by now, or have just gone.
         with contextlib.suppress(RingMissing, OptionError):
             remove_group(self.ring, GROUP)
         with contextlib.suppress(RingMissing):

@@ -128,11 +128,13 @@ def _session(pid: int) -> int | None:
     """Session of a living process; None for a zombie or one that is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
+        threads = len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
         return None
     # The command's name stands in brackets and may hold anything; the rest is plain.
     state, _parent, _group, session = stat.rpartition(")")[2].split()[:4]
-    return None if state in "ZX" else int(session)
+    # A process whose first thread is gone lives, and holds its files, while it has others.
+    return None if state in "ZX" and threads <= 1 else int(session)
 
 
 def _mapped(pid: int) -> set[int]:
