@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _TRIES = 5
+_ORDER = ("request_id", "tag", "handle", "layer_ids", "dtype", "shape", "ring", "generation")
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,16 @@ def _of_file(path: Path, index: int) -> Look:
     layer_ids = json.loads(metadata.get("layer_ids", "null"))
     return Look(
         source=str(path),
-        facts={key: str(value) for key, value in metadata.items()},
+        facts={key: str(metadata[key]) for key in sorted(metadata, key=_place)},
         layer_ids=layer_ids or list(range(states.shape[1])),
         states=states,
         token_ids=token_ids,
     )
+
+
+def _place(key: str) -> tuple[int, str]:
+    """Known keys first, in the order of a sample's own metadata: a header has none."""
+    return (_ORDER.index(key) if key in _ORDER else len(_ORDER), key)
 
 
 def _of_ring(name: str) -> Look:
