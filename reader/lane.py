@@ -167,7 +167,9 @@ class Lane:
             self._fail(f"{type(error).__name__}: {error}")
 
     def _fail(self, text: str) -> None:
-        self.error = self.error or text
+        if self.error is None:
+            self.error = text
+            log.error("%s: %s", self.sink.path, text)
         self._stop.set()
 
     def _take(self) -> _Held | None:

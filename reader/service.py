@@ -180,7 +180,7 @@ class _Drain:
                 self._join(sinks)
             except BaseException:
                 for lane in self._lanes:
-                    lane.subscription.close()
+                    self._keep_place(lane)
                 for sink in sinks:
                     sink.close()  # and so finish what a drain that was killed left open
                 raise
@@ -191,6 +191,20 @@ class _Drain:
             with self._progress:
                 self._watch(signals)
             return self._finish(signals, time.monotonic() - started)
+
+    @staticmethod
+    def _keep_place(lane: Lane) -> None:
+        """Of a group that joined before another could not: to leave would give samples up."""
+        subscription = lane.subscription
+        subscription.abandon()
+        log.warning(
+            "group %s of ring %s has joined and keeps its place; give it up with "
+            "`shmconn groups rm %s %s`",
+            subscription.group,
+            subscription.name,
+            subscription.name,
+            subscription.group,
+        )
 
     def _open_sinks(self) -> list[Sink]:
         """Every output ready for writing, before anything is joined."""

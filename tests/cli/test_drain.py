@@ -279,3 +279,19 @@ def test_shards_and_files_both_get_everything_across_a_kill(
         np.testing.assert_array_equal(item["hidden_states"].numpy(), states)
     assert sorted(numbers) == list(range(1, 151))
     assert not list((tmp_path / "shards").glob("*.part"))
+
+
+def test_a_group_that_joined_before_another_could_not_keeps_its_samples(
+    ring, producer, run, tmp_path
+) -> None:
+    source = producer(groups=["first", {"name": "second", "by_handle": True}])
+    source.put(1, 5)
+    words = ["drain", ring, "--to", tmp_path / "a", "--group", "first"]
+    drain = run(*words, "--to", tmp_path / "b", "--group", "second", code=2)
+    assert "'second'" in drain.err
+    assert "group first" in drain.err
+    assert not samples(tmp_path / "a")
+    run("groups", "rm", ring, "second")
+    source.close()
+    run(*words)
+    check(tmp_path / "a", range(1, 6))
