@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from shmconn import layout
 from shmconn.fill import Stored
@@ -52,20 +53,44 @@ class Blocker:
         )
 
 
+def _engine_pids() -> set[int]:
+    """This process, its parent, and on upwards through processes that only work for theirs.
+
+    vLLM's worker may be a child of its engine core, which is a child of the process that calls
+    ``LLM.generate`` or serves; whoever started that one is somebody else.
+    """
+    pids = {os.getpid(), os.getppid()}
+    pid = os.getppid()
+    try:
+        while _works_for_parent(pid):
+            # The name may hold anything; the parent is the second field after it.
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            pid = int(stat.rpartition(")")[2].split()[1])
+            pids.add(pid)
+    except OSError:
+        pass  # An ancestor has ended meanwhile, so it reads nothing.
+    return pids
+
+
+def _works_for_parent(pid: int) -> bool:
+    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return command.startswith(b"VLLM::") or b"multiprocessing" in command
+
+
 class Stall:
     """Looks at a ring through the eyes of its producer."""
 
     def __init__(self, registry: Registry, ring: RingSegment) -> None:
         self._registry = registry
         self._ring = ring
-        self._own = {os.getpid(), os.getppid()}
+        self._own = _engine_pids()
         self._host = socket.gethostname()
 
     def counts_as_live(self, group: int) -> bool:
         """Whether a live member of the group can release samples while the producer holds.
 
-        A subscription in the engine's own process or its parent cannot, unless it drains in a
-        thread of its own: ``LLM.generate(...)`` and only then reading would wait for itself.
+        A subscription in a process that the engine works for cannot, unless it drains in a thread
+        of its own: ``LLM.generate(...)`` and only then reading would wait for itself.
         """
         registry = self._registry
         if not registry.any_alive(group):
