@@ -22,7 +22,7 @@ from shmconn import layout
 from shmconn.doorbell import Doorbell, group_doorbell
 from shmconn.errors import LayoutMismatch, OptionError, RegistryFull, RingMissing, SegmentCorrupt
 from shmconn.segment import RingSegment, ShmFile, registry_file, ring_files
-from shmconn.words import Words, step
+from shmconn.words import WORD, Words, step
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,26 @@ class Registry:
     def __init__(self, file: ShmFile) -> None:
         self.file = file
         self.name = file.name.removeprefix(layout.PREFIX)
+        self._check()
         self.words = Words(file.map(layout.REGISTRY_SIZE))
         self.locks = file.locks
         # Locks of one open file do not exclude its own threads.
         self._thread = threading.RLock()
-        self._check()
 
     def _check(self) -> None:
-        if self.words.load(layout.MAGIC) != layout.REGISTRY_MAGIC:
-            raise SegmentCorrupt(self.file.name, "magic", "is not that of a registry")
-        version = self.words.load(layout.VERSION_AT)
-        if version != layout.VERSION:
-            raise SegmentCorrupt(
-                self.file.name, "version", f"is {version}, not {layout.VERSION}: another shmconn"
-            )
         size = self.file.size
-        if size != layout.REGISTRY_SIZE or self.words.load(layout.SIZE_AT) != size:
+        if size < layout.NOTE_R:
+            raise SegmentCorrupt(self.file.name, "size", f"is {size} bytes: the file is truncated")
+        head = Words(self.file.map(layout.NOTE_R))
+        if head.load(layout.MAGIC) != layout.REGISTRY_MAGIC:
+            raise SegmentCorrupt(self.file.name, "magic", "is not that of a registry")
+        version = head.load(layout.VERSION_AT)
+        if version != layout.VERSION:
+            raise LayoutMismatch(
+                f"the registry of ring {self.name!r} has layout version {version}, this shmconn "
+                f"reads {layout.VERSION}: use the same shmconn in vLLM and in the reader"
+            )
+        if size != layout.REGISTRY_SIZE or head.load(layout.SIZE_AT) != size:
             raise SegmentCorrupt(self.file.name, "size", f"is {size}, not {layout.REGISTRY_SIZE}")
 
     @property
@@ -84,8 +88,9 @@ class Registry:
                 raise
             file.close()
         try:
-            if file.size < layout.REGISTRY_SIZE or _magic(file) == 0:
+            if _magic(file) == 0:
                 # Nobody else is making it, for we hold R: its maker died, or it is ours to make.
+                # By the magic only: to empty one of another size could be SIGBUS for its users.
                 cls._make(file)
             registry = cls(file)
         except BaseException:
@@ -102,7 +107,7 @@ class Registry:
             file = cls._open_file(name, False, 0)
         except RingMissing:
             return None
-        if file.size < layout.REGISTRY_SIZE or _magic(file) == 0:
+        if _magic(file) == 0:
             file.close()
             return None
         return cls(file)
@@ -386,7 +391,7 @@ class Registry:
 
 def _magic(file: ShmFile) -> int:
     step("magic")
-    return Words(file.map(layout.REGISTRY_SIZE)).load(layout.MAGIC)
+    return Words(file.map(WORD)).load(layout.MAGIC) if file.size >= WORD else 0
 
 
 def _busy_text(name: str, file: ShmFile) -> str:

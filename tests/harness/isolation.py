@@ -2,13 +2,14 @@
 """A ring name of each test's own, and nothing of it left in /dev/shm. Fixtures for a conftest."""
 
 import os
+import re
 import secrets
 from collections.abc import Iterator
 
 import pytest
 
 from harness import figures, processes
-from shmconn import cleanup, words
+from shmconn import layout, segment, words
 
 
 def left_of(name: str) -> list[str]:
@@ -24,16 +25,22 @@ def remove_left(name: str) -> list[str]:
     return left
 
 
+def use_prefix(patch: pytest.MonkeyPatch, prefix: str) -> None:
+    """Gives all segments of this process, and of its forked children, another prefix.
+
+    So a start elsewhere on this host does not sweep here, nor a start here elsewhere.
+    """
+    patch.setattr(layout, "PREFIX", prefix)
+    for pattern in ("_RING", "_REGISTRY"):
+        text = getattr(segment, pattern).pattern
+        patch.setattr(segment, pattern, re.compile(text.replace(r"shmconn\.", re.escape(prefix))))
+
+
 @pytest.fixture
 def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A ring name of this test's own; starts sweep under names that begin with it only."""
+    """A ring name of this test's own, apart from all other rings of this host."""
     name = f"t{secrets.token_hex(5)}"
-    registry_names = cleanup.registry_names
-    monkeypatch.setattr(
-        cleanup,
-        "registry_names",
-        lambda: [found for found in registry_names() if found.startswith(name)],
-    )
+    use_prefix(monkeypatch, f"shmconn-{name}.")
     yield name
     words.watch(None)
     processes.end_all()
