@@ -20,6 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any
 
@@ -145,13 +146,28 @@ class SampleDataset(IterableDataset[Any]):
             raise Closed(f"the dataset of group {self.group!r} was closed")
         self._begin()
         self._subscription = subscribe(self.name, self.group, **self._options)
+        # A worker that ends does not always end this generator first.
+        leave = Finalize(None, self._leave_worker, (trainer,), exitpriority=1)
         try:
             yield from self._items(self._subscription, trainer)
         finally:
-            # A trainer that was killed has not left: its group's place is kept.
-            self._leave(clean=os.getppid() == trainer)
+            leave()
         if self._died is not None:
             self._words.note_death(self._died)
+
+    def _leave_worker(self, trainer: int) -> None:
+        self._wait_until_sent()
+        # A trainer that was killed has not left: its group's place is kept.
+        self._leave(clean=os.getppid() == trainer)
+
+    def _wait_until_sent(self) -> None:
+        """Waits for torch's thread that copies samples out of this process: they hold leases."""
+        half_filled = len(self._packing.samples) if self._packing else 0
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._subscription is not None and self._subscription.leases > half_filled:
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.005)
 
     def _items(self, subscription: Subscription, trainer: int = 0) -> Iterator[Any]:
         samples = self._samples(subscription, trainer)
@@ -177,7 +193,12 @@ class SampleDataset(IterableDataset[Any]):
                 if self.on_death == "end":
                     _log.warning("%s", error)
             now = Counter(subscription.lost_by_reason)
-            self._tell_of_loss(subscription.name, now - lost)
+            try:
+                self._tell_of_loss(subscription.name, now - lost)
+            except SampleLost:
+                if sample is not None:
+                    subscription.give_back(sample)
+                raise
             lost = now
             if sample is None and subscription.ended:
                 return
@@ -290,8 +311,11 @@ class SampleDataset(IterableDataset[Any]):
         self._stop.set()
 
     def close(self) -> None:
-        """Leaves the group, and has the workers leave it. To be called before you break off a
-        loop over a DataLoader with workers: else torch waits 5 s for each and kills them."""
+        """Leaves the group, and has workers that wait for a sample leave it.
+
+        To be called before you break off a loop over a DataLoader with workers: else torch waits
+        5 s for each of them and kills it.
+        """
         self._end(clean=True)
 
     def abandon(self) -> None:
@@ -306,7 +330,7 @@ class SampleDataset(IterableDataset[Any]):
         name = self.name or (self._subscription.name if self._subscription else None)
         self._leave(clean=clean)
         if clean and name is not None:
-            self._words.see_workers_off(name, self.group)
+            self._words.leave_for_killed_workers(name, self.group)
 
     def _leave(self, *, clean: bool) -> None:
         subscription, self._subscription = self._subscription, None

@@ -8,7 +8,6 @@ write and the trainer reads; only ``stop`` goes the other way. Nothing of the ri
 import contextlib
 import os
 import socket
-import time
 
 import torch
 from torch.utils.data import get_worker_info
@@ -16,8 +15,6 @@ from torch.utils.data import get_worker_info
 from shmconn.directory import GroupInfo, groups, remove_group
 from shmconn.errors import OptionError, ProducerDied, RingMissing
 
-# Longest wait for the workers to leave; DataLoader kills them after as long.
-_WORKERS_S = 5.0
 _WORKERS = 128
 _STOPPED, _DIED, _ACCEPTED, _SETTLED = range(4)
 # From here on one word per worker; the last is of whoever is none.
@@ -83,25 +80,23 @@ class TrainerWords:
             settled=settled,
         )
 
-    def see_workers_off(self, ring: str, group: str) -> None:
-        """Waits for the workers to leave, and leaves for those that were killed.
+    def leave_for_killed_workers(self, ring: str, group: str) -> None:
+        """Ends a group that only killed workers of this trainer have not left.
 
         torch kills a worker that waits for a sample when its loader ends. That is no crash of the
         training, so it must not keep the group's place.
         """
         pids = set(self._words[_PIDS:].tolist()) - {0}
-        deadline = time.monotonic() + _WORKERS_S
-        while pids and (found := _find(ring, group)) is not None:
-            ours = [m for m in found.members if m.pid in pids and m.host == socket.gethostname()]
-            if not any(member.alive for member in ours):
-                if ours and ours == found.members and not found.durable:
-                    with contextlib.suppress(OptionError, RingMissing):
-                        # Refused if somebody has joined meanwhile: then it is not ours to end.
-                        remove_group(ring, group)
-                return
-            if time.monotonic() >= deadline:
-                return
-            time.sleep(0.01)
+        found = _find(ring, group) if pids else None
+        if found is None or found.durable or not found.members:
+            return
+        if all(
+            not member.alive and member.pid in pids and member.host == socket.gethostname()
+            for member in found.members
+        ):
+            # Refused if somebody has joined meanwhile: then it is not ours to end.
+            with contextlib.suppress(OptionError, RingMissing):
+                remove_group(ring, group)
 
 
 def _number() -> int:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import torch
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from trainer_tools import make_producer, put
 
@@ -51,6 +54,28 @@ def train_with_workers(ring: str, method: str) -> None:
     loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=method)
     for sample in loader:
         print(sample.request_id, flush=True)
+
+
+def ddp(ring: str, rank: str, store: str) -> None:
+    """One of two ranks that train one weight together; prints its samples and the weight."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=2
+    )
+    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    torch.nn.init.zeros_(model.module.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    # Ranks get unequal numbers of samples: Join has the early one follow the other's steps.
+    with Join([model]):
+        for sample in SampleDataset(ring):
+            seen.append(sample.request_id[1:])
+            loss = (model(sample.hidden_states[:1, 0, :1] * 0 + 1) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            del sample
+    print(",".join(seen) or ",", model.module.weight.item(), flush=True)
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
