@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rings of a test's own."""
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,5 +23,8 @@ def make(ring_name: str) -> Iterator[Callable[..., Producer]]:
     yield create
     for producer in made:
         producer.close()
-    # Who was given the last sample leaves when it is dropped, in a thread of its own.
     until(lambda: not any_alive(ring_name), "the members to leave")
+    # Who was given the last sample leaves when it is dropped, in a thread of its own.
+    for thread in threading.enumerate():
+        if thread.name == "shmconn-leave":
+            thread.join(30)

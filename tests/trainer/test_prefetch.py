@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefetching thread, on the CPU; tests/gpu has what needs a device."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from trainer_tools import put, until
+
+from shmconn import OptionError, Producer
+from shmconn.collate import Collator
+from shmconn.dataset import SampleDataset
+from shmconn.prefetch import CudaPrefetcher
+
+
+def test_batches_come_in_order_and_only_those_taken_are_handed_out(
+    make: Callable[..., Producer],
+) -> None:
+    producer = make(groups=["trainer"])
+    for number in range(8):
+        put(producer, number, 10)
+    producer.close()
+    with SampleDataset(producer.name, collator=Collator(20)) as dataset:
+        with CudaPrefetcher(dataset, "cpu", depth=2) as batches:
+            first = next(batches)
+            until(lambda: batches._ready.full(), "two batches to be ready")
+            assert dataset.handed_out == 2
+            rest = list(batches)
+        assert dataset.handed_out == 8
+    starts = [int(batch["input_ids"][0, 0]) for batch in [first, *rest]]
+    assert starts == [0, 2, 4, 6]
+
+
+def test_what_the_source_raises_comes_after_its_batches() -> None:
+    def source() -> Iterator[dict[str, torch.Tensor]]:
+        yield {"a": torch.ones(2)}
+        yield {"a": torch.ones(3)}
+        raise ValueError("broken source")
+
+    batches = CudaPrefetcher(source(), "cpu", depth=1)
+    assert [len(next(batches)["a"]) for _ in range(2)] == [2, 3]
+    with pytest.raises(ValueError, match="broken source"):
+        next(batches)
+    batches.close()
+
+
+def test_close_ends_a_thread_that_waits_for_a_sample(make: Callable[..., Producer]) -> None:
+    producer = make()
+    with SampleDataset(producer.name) as dataset:
+        batches = CudaPrefetcher(dataset, "cpu")
+        put(producer, 1)
+        sample = next(batches)
+        assert sample.request_id == "r1"
+        batches.close()
+        assert "shmconn-prefetch" not in {thread.name for thread in threading.enumerate()}
+        assert list(batches) == []
+        del sample
+
+
+def test_close_ends_a_thread_that_waits_for_the_consumer() -> None:
+    batches = CudaPrefetcher(({"a": torch.ones(1)} for _ in range(1000)), "cpu", depth=1)
+    next(batches)
+    batches.close()
+    assert "shmconn-prefetch" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(OptionError, match="device 'meta' must be"):
+        CudaPrefetcher([], "meta")
+    with pytest.raises(OptionError, match="depth 0"):
+        CudaPrefetcher([], "cpu", depth=0)
+    if not torch.cuda.is_available():
+        with pytest.raises(OptionError, match="no CUDA device"):
+            CudaPrefetcher([])
