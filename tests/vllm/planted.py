@@ -5,7 +5,7 @@ vLLM loads this class by its module path in the tests' server; everything else i
 
     plant:PLACE    the function named raises for this one request
     twin...        its rows are also copied in the plainest way, before vLLM may free the blocks,
-                   into $SHMCONN_TWINS/NUMBER.pt
+                   into $SHMCONN_TWINS/GENERATION-NUMBER.pt
 """
 
 import os
@@ -48,6 +48,8 @@ class PlantedConnector(ShmHiddenStatesConnector):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
+        if self._worker.identity is None:
+            return
         self._cache = self._worker._capture._cache.states
         copier, producer = self._worker._copier, self._worker._producer
         current = ""
@@ -71,7 +73,7 @@ class PlantedConnector(ShmHiddenStatesConnector):  # type: ignore[misc]
         plant(copier._tally, "published")
 
     def get_finished(self, finished_req_ids: Any) -> Any:
-        if self.has_connector_metadata():
+        if self.has_connector_metadata() and self._worker.identity is not None:
             for work in self._get_connector_metadata().work:
                 if str(work.tag).startswith("twin"):
                     self._save_twin(work)
@@ -83,4 +85,5 @@ class PlantedConnector(ShmHiddenStatesConnector):  # type: ignore[misc]
             self._cache[work.blocks[token // block], token % block].clone()
             for token in range(len(work.token_ids))
         ]
-        torch.save(torch.stack(rows), Path(os.environ["SHMCONN_TWINS"]) / f"{work.number}.pt")
+        name = f"{self._worker.identity.generation}-{work.number}.pt"
+        torch.save(torch.stack(rows), Path(os.environ["SHMCONN_TWINS"]) / name)

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -38,6 +39,23 @@ def make_model() -> Path:
     return MODEL
 
 
+def make_tiny_model(folder: Path) -> Path:
+    """A Llama without weights whose heads two ranks can share, with SmolLM2's tokenizer."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(make_model() / name, folder / name)
+    config = json.loads((MODEL / "config.json").read_text()) | {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def prompt(tokens: int, seed: int) -> list[int]:
     """Token ids that look like nothing else."""
     rng = random.Random(seed)
@@ -51,6 +69,10 @@ class Server:
         folder: for its log.
         extra: options of the connector beside the ring's name.
         connector: fields of the KV transfer configuration that differ.
+        flags: further flags of vLLM.
+        environment: further variables.
+        model: folder of the model; SmolLM2 if none is given.
+        layers: that are captured.
     """
 
     def __init__(
@@ -60,6 +82,8 @@ class Server:
         connector: dict[str, Any] | None = None,
         flags: list[str] | None = None,
         environment: dict[str, str] | None = None,
+        model: Path | None = None,
+        layers: list[int] | None = None,
     ) -> None:
         self.ring = f"t-{secrets.token_hex(6)}"
         self.log_path = folder / f"{self.ring}.log"
@@ -75,11 +99,13 @@ class Server:
         speculative = {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": LAYERS}},
+            "draft_model_config": {
+                "hf_config": {"eagle_aux_hidden_state_layer_ids": layers or LAYERS}
+            },
         }
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(make_model()), "--served-model-name", "smollm2"),
+            *("--model", str(model or make_model()), "--served-model-name", "smollm2"),
             *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"),
             *("--max-model-len", "1024", "--max-num-batched-tokens", "128"),
             *("--max-num-seqs", "8", "--enforce-eager", "--shutdown-timeout", "20"),

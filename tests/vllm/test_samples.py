@@ -76,7 +76,7 @@ def test_the_copy_is_bit_for_bit_what_the_cache_held(
     samples = take(reader, len(prompts))
     for reply in replies:
         sample = samples[params(reply)["request_id"]]
-        twin = torch.load(twins / f"{sample.number}.pt")
+        twin = torch.load(twins / f"{sample.handle.generation}-{sample.number}.pt")
         assert sample.hidden_states.shape == twin.shape
         assert sample.hidden_states.view(torch.int32).equal(twin.view(torch.int32))
 
