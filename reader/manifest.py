@@ -13,7 +13,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from reader.folder import Folder
@@ -111,7 +111,7 @@ class Manifest:
         Raises:
             OSError: the disk refused; nothing was added.
         """
-        values = asdict(entry)
+        values = dict(vars(entry))
         if entry.sha256 is None:
             del values["sha256"]
         if not entry.header:
