@@ -12,7 +12,7 @@ backend's class decides. Everything here works on the view ``[blocks, block, lay
 of it, by its strides.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -134,6 +134,10 @@ def find_cache(
     return CacheView(states, block_size // block)
 
 
+# Host work that has room in the time of a copy.
+Meanwhile = Callable[[], None] | None
+
+
 class Capture(Protocol):
     """Copies a request's blocks out of the cache into a slot."""
 
@@ -143,8 +147,13 @@ class Capture(Protocol):
     def bind(self) -> None:
         """Called once by the thread that will copy."""
 
-    def copy(self, fill: Fill, blocks: Sequence[int], ready: Any) -> None:
-        """Fills ``fill.states``; they are whole when it returns. Begins after ``ready``."""
+    def copy(
+        self, fill: Fill, blocks: Sequence[int], ready: Any, meanwhile: Meanwhile = None
+    ) -> None:
+        """Fills ``fill.states``; they are whole when it returns. Begins after ``ready``.
+
+        ``meanwhile`` is called once, while a device copies, if one does.
+        """
 
     def close(self) -> None:
         """Lets go of the ring's memory; no copy comes after it."""
@@ -179,8 +188,12 @@ class HostCapture:
     def bind(self) -> None:
         """Any thread may copy."""
 
-    def copy(self, fill: Fill, blocks: Sequence[int], ready: None) -> None:
+    def copy(
+        self, fill: Fill, blocks: Sequence[int], ready: None, meanwhile: Meanwhile = None
+    ) -> None:
         """Fills the slot with the rows of these blocks, in order."""
+        if meanwhile is not None:
+            meanwhile()
         target: np.ndarray[Any, Any] = np.frombuffer(fill.states, dtype=self._words.dtype)
         target = target.reshape(fill.tokens, *self._words.shape[2:])
         at = 0

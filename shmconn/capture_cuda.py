@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies blocks out of a cache in device memory at the speed of the bus.
 
-    cache ──gather──► staging (2 x 64 MiB on the device) ──one DMA a chunk──► slot
+    cache ──gather──► staging (2 x 32 MiB on the device) ──one DMA a chunk──► slot
 
 Two lanes, each a stream with a staging buffer, take turns: while one lane's chunk crosses the
 bus, the other gathers. The ring's pages are registered with the device at start, so the DMA goes
@@ -11,19 +11,21 @@ waited for by the host: an event recorded on it holds the lanes back.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from shmconn.capture import CacheView
+from shmconn.capture import CacheView, Meanwhile
 from shmconn.fill import Fill
 from shmconn.pinning import Pinned
 
 logger = logging.getLogger("vllm.shmconn")
 
-CHUNK_BYTES = 64 << 20
+# Two of these are on the device. Larger ones leave more of the first gather and the last wait
+# uncovered, smaller ones cost more launches: 32 MiB was best on an H200.
+CHUNK_BYTES = 32 << 20
 # Registering is slow and cannot be interrupted: about 0.3 s a GiB.
 REGISTER_BYTES = 1 << 30
 
@@ -54,10 +56,10 @@ class Device:
         """A context in which work goes to this stream."""
         return self._module.stream(stream)
 
-    def event(self) -> Any:
-        """An event whose waiter sleeps and does not spin, where the device has such."""
+    def event(self, *, sleep: bool) -> Any:
+        """An event whose waiter sleeps, where the device has such, or spins."""
         kind = self._module.Event
-        return kind(blocking=True) if self._device.type == "cuda" else kind()
+        return kind(blocking=True) if sleep and self._device.type == "cuda" else kind()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Device memory."""
@@ -113,8 +115,11 @@ class Lane:
         self._ids = device.empty((blocks,), torch.int64)
         self._ids_pinned = device.pinned((blocks,), torch.int64)
         self._bounce = device.pinned(self._rows.shape, words.dtype) if bounce else None
-        self._ids_read = device.event()
-        self._sent = device.event()
+        self._ids_read = device.event(sleep=True)
+        # A sleeper wakes 0.2 ms late, which the other lane's chunk covers; after the last chunk
+        # nothing does, so that one is waited for spinning.
+        self._sent = device.event(sleep=True)
+        self._sent_last = device.event(sleep=False)
         self._target: torch.Tensor | None = None
 
     def send(self, blocks: Sequence[int], target: torch.Tensor, ready: Any) -> None:
@@ -134,13 +139,14 @@ class Lane:
             for piece in self._device.pieces(landing):
                 landing[piece].copy_(source[piece], non_blocking=True)
             self._sent.record(self._stream)
+            self._sent_last.record(self._stream)
         self._target = target
 
-    def finish(self) -> None:
-        """Waits until the last chunk is in its slot."""
+    def finish(self, *, last: bool = False) -> None:
+        """Waits until this lane's chunk is in its slot; ``last``: no other is under way."""
         if self._target is None:
             return
-        self._sent.synchronize()
+        (self._sent_last if last else self._sent).synchronize()
         if self._bounce is not None:
             np.copyto(self._target.numpy(), self._bounce[: self._target.shape[0]].numpy())
         self._target = None
@@ -195,29 +201,46 @@ class DeviceCapture:
         """The copier's thread works on the cache's device."""
         self._device.bind()
 
-    def copy(self, fill: Fill, blocks: Sequence[int], ready: Any) -> None:
+    def copy(
+        self, fill: Fill, blocks: Sequence[int], ready: Any, meanwhile: Meanwhile = None
+    ) -> None:
         """Fills the slot; the last byte has landed when this returns, or raises."""
         ids = self._cache.cache_blocks(blocks, fill.tokens)
         # vLLM's worker may make tensors in inference mode, which every thread enters by itself.
         with torch.inference_mode():
-            self._fill(fill, ids, ready)
+            self._fill(fill, ids, ready, meanwhile)
 
-    def _fill(self, fill: Fill, ids: Sequence[int], ready: Any) -> None:
+    def _fill(self, fill: Fill, ids: Sequence[int], ready: Any, meanwhile: Meanwhile) -> None:
         target = torch.frombuffer(fill.states, dtype=self._words.dtype)
         target = target.view(fill.tokens, *self._words.shape[2:])
-        rows = self._chunk * self._cache.block
         try:
-            for turn, first in enumerate(range(0, len(ids), self._chunk)):
-                at = turn * rows
-                lane = self._lanes[turn % len(self._lanes)]
-                lane.send(ids[first : first + self._chunk], target[at : at + rows], ready)
-            for lane in self._lanes:
-                lane.finish()
+            other, lane = self._lanes
+            for turn, (first, count) in enumerate(self._chunks(len(ids))):
+                at = first * self._cache.block
+                rows = target[at : at + count * self._cache.block]
+                lane, other = other, lane
+                lane.send(ids[first : first + count], rows, ready)
+                # Both lanes are busy, and the next turn may have to wait for the first of them.
+                if meanwhile is not None and turn == len(self._lanes) - 1:
+                    meanwhile()
+                    meanwhile = None
+            if meanwhile is not None:
+                meanwhile()
+            other.finish()
+            lane.finish(last=True)
         except BaseException:
             # The slot's pages are somebody else's once this is left.
             for lane in self._lanes:
                 lane.abandon()
             raise
+
+    def _chunks(self, blocks: int) -> Iterator[tuple[int, int]]:
+        """(first, count) of each chunk; the first is short, so that the bus starts early."""
+        first, count = 0, max(1, self._chunk // 8)
+        while first < blocks:
+            count = min(count, blocks - first)
+            yield first, count
+            first, count = first + count, self._chunk
 
     def close(self) -> None:
         """Waits for what is under way and lets go of the ring's memory."""

@@ -6,12 +6,14 @@ publish, and only then hand its id to the main thread, which reports it so that 
 blocks. An id that is owed a report is handed over exactly once, whatever happened to its sample.
 """
 
+import contextlib
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from shmconn.capture import Capture
@@ -27,6 +29,24 @@ logger = logging.getLogger("vllm.shmconn")
 HOLD_INTERVAL_S = 0.1
 # While nothing waits but samples are in the ring: how often to take back what readers released.
 IDLE_INTERVAL_S = 1.0
+# How long another thread may keep the interpreter lock while a copy waits for it.
+QUICK_TURN_S = 0.0002
+
+
+@contextlib.contextmanager
+def _quick_turns() -> Iterator[None]:
+    """Lets this thread have the interpreter soon while it hands a sample over.
+
+    A copy gives the interpreter lock up at every wait for the device and needs it again after it.
+    An engine that steps without work, as it does while blocks are held, gives it up only every
+    5 ms by itself: as long as a whole copy takes.
+    """
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(min(usual, QUICK_TURN_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)
 
 
 class Copier:
@@ -195,7 +215,7 @@ class Copier:
             fill = self._producer.allocate(
                 number=work.number,
                 request_id=work.request_id,
-                token_ids=work.token_ids,
+                tokens=len(work.token_ids),
                 tag=work.tag,
                 metadata=work.metadata,
             )
@@ -209,8 +229,11 @@ class Copier:
         began = time.monotonic()
         published = self._producer.published
         try:
-            self._capture.copy(fill, work.blocks, ready)
-            self._producer.publish(fill)
+            with _quick_turns():
+                self._capture.copy(
+                    fill, work.blocks, ready, lambda: fill.write_token_ids(work.token_ids)
+                )
+                self._producer.publish(fill)
         except Exception:
             # Once it is published its pages belong to the readers, whatever failed afterwards.
             if self._producer.published == published:

@@ -238,12 +238,14 @@ class Producer:
                 f"hidden_states are {list(shape)} {dtype}; ring {self.name!r} takes "
                 f"[tokens, {want[0]}, {want[1]}] {self.dtype}"
             )
+        ids = encode_token_ids(token_ids, shape[0])
         with self._lock:
             number = self.accepted + 1
-            fill = self._allocate(number, request_id, token_ids, tag, metadata, shape[0])
+            fill = self._allocate(number, request_id, shape[0], tag, metadata)
             if fill is None:
                 return None
             self.accept(number)
+            fill.put_token_ids(ids)
         try:
             fill.tensor().copy_(hidden_states)
         except BaseException:
@@ -290,40 +292,55 @@ class Producer:
         *,
         number: int,
         request_id: str,
-        token_ids: Any,
+        token_ids: Any = None,
+        tokens: int | None = None,
         tag: str | None = None,
         metadata: Mapping[str, Any] | None = None,
-        tokens: int | None = None,
     ) -> Fill | None:
         """Room for a sample that the caller fills, or None if there is none now.
+
+        Args:
+            number: the request's number.
+            request_id: any text.
+            token_ids: integers ``[tokens]``; None = the caller gives ``tokens`` and writes them
+                into the fill later, for instance while a device copies the states.
+            tokens: number of tokens, where ``token_ids`` do not tell.
+            tag: a name for the sample.
+            metadata: further JSON values that travel with it.
 
         Raises:
             OptionError: token ids or metadata are wrong.
             Oversized: the sample is larger than a third of the ring.
         """
+        ids = None if token_ids is None else encode_token_ids(token_ids, tokens)
+        if ids is None and tokens is None:
+            raise OptionError("allocate needs token_ids, or the number of tokens")
+        count = tokens if ids is None else len(ids) // 8
         with self._lock:
-            return self._allocate(number, request_id, token_ids, tag, metadata, tokens)
+            fill = self._allocate(number, request_id, count or 0, tag, metadata)
+        if fill is not None and ids is not None:
+            fill.put_token_ids(ids)
+        return fill
 
     def _allocate(
         self,
         number: int,
         request_id: str,
-        token_ids: Any,
+        tokens: int,
         tag: str | None,
         metadata: Mapping[str, Any] | None,
-        tokens: int | None,
     ) -> Fill | None:
         self._check_open()
         if self._published >= layout.MAX_SEQ:
             raise Closed(f"ring {self.name!r} has used up its 2**48 sequence numbers: restart it")
-        ids = encode_token_ids(token_ids, tokens)
         text = encode_json(request_id, tag, self.layer_ids, metadata)
-        states_bytes = len(ids) // 8 * self.bytes_per_token
+        states_bytes = tokens * self.bytes_per_token
         ids_at = layout.align(states_bytes, layout.CACHE_LINE)
-        total = ids_at + len(ids) + len(text)
+        json_at = ids_at + 8 * tokens
+        total = json_at + len(text)
         if total > self.shape.max_sample:
             raise Oversized(
-                f"a sample of {len(ids) // 8} tokens takes {format_size(total)}; ring "
+                f"a sample of {tokens} tokens takes {format_size(total)}; ring "
                 f"{self.name!r} takes at most {format_size(self.shape.max_sample)}, a third of "
                 "its pages: make the ring larger (ring_size)"
             )
@@ -338,28 +355,30 @@ class Producer:
         start = self.shape.page_at(first)
         # A view of the map itself: it keeps the pages mapped as long as anybody fills them.
         run = memoryview(self._ring.map)[start : start + total]
-        run[ids_at : ids_at + len(ids)] = ids
-        run[ids_at + len(ids) :] = text
+        run[json_at:] = text
         return Fill(
             number=number,
             request_id=request_id,
             slot=slot,
             first_page=first,
             pages=count,
-            tokens=len(ids) // 8,
+            tokens=tokens,
             layers=len(self.layer_ids),
             hidden=self.hidden_size,
             dtype=self.dtype,
             ids_offset=ids_at,
-            json_offset=ids_at + len(ids),
+            json_offset=json_at,
             json_bytes=len(text),
             states=run[:states_bytes],
+            ids=run[ids_at:json_at],
         )
 
     def publish(self, fill: Fill) -> Handle:
         """Makes a filled sample visible to all groups. Its pages must be whole by now."""
         with self._lock:
             self._check_open()
+            if not fill.has_token_ids:
+                raise OptionError(f"the token ids of request {fill.request_id!r} were not written")
             seq = self._published + 1
             digest = digest_of(fill.request_id)
             request_id = fill.request_id.encode("utf-8", "surrogatepass")[: layout.SLOT_ID_BYTES]

@@ -386,6 +386,11 @@ def main() -> None:
     try:
         from vllm import LLM
 
+        from shmconn.plugin import register
+
+        # vLLM looks metrics up by the connector's name, also where shmconn is not installed.
+        register()
+
         commands = _Commands(LLM(**spec.options(Path(sys.argv[3]) / spec.shape)))
     except Exception as error:
         pipe.send(RuntimeError(f"engine {spec.name}: {type(error).__name__}: {error}"))

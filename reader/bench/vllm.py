@@ -233,6 +233,13 @@ def throughput(run: Run, *, handoff: bool = True) -> None:
             _handoff(run, team)
 
 
+def handoff(run: Run) -> None:
+    """Hand-off alone: ours and stock, Qwen3-8B shapes."""
+    with crew(run) as team:
+        team.start({name: team.spec(name, "qwen3-8b", LAYERS) for name in ("ours", "stock")})
+        _handoff(run, team)
+
+
 def _handoff(run: Run, team: Crew) -> None:
     tokens = 300 if run.tiny else 8192
     rounds, each = (1, 2) if run.tiny else (5, 20)
@@ -259,7 +266,8 @@ def small(run: Run) -> None:
     with crew(run) as team:
         names = ("ours", "throw", "stock", "none")
         team.start({name: team.spec(name, "qwen3-0.6b", layers, **fields) for name in names})
-        count, tokens = (4, 200) if run.tiny else (64, 2048)
+        # Some seconds a batch: shorter ones vary by a fifth.
+        count, tokens = (4, 200) if run.tiny else (512, 2048)
         in_turn(run, team, list(team.engines), count, tokens)
         run.part = "memory"
         for tokens in [64, 128, 300] if run.tiny else [2048, 16_384, 65_000]:
@@ -334,6 +342,7 @@ def correct(run: Run) -> None:
 PARTS: dict[str, Callable[[Run], None]] = {
     "copy": copy,
     "throughput": throughput,
+    "handoff": handoff,
     "small": small,
     "correct": correct,
     "layers": layers,

@@ -50,7 +50,8 @@ LAYOUTS = ["token-major", "layer-major", "layer-shaped, token-major"]
 def make_fill(tokens: int, layers: int, hidden: int, dtype: str) -> Fill:
     size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
     states = memoryview(bytearray(b"\xee" * (tokens * layers * hidden * size)))
-    return Fill(1, "r", 0, 0, 1, tokens, layers, hidden, dtype, 0, 0, 0, states)
+    ids = memoryview(bytearray(8 * tokens))
+    return Fill(1, "r", 0, 0, 1, tokens, layers, hidden, dtype, 0, 0, 0, states, ids)
 
 
 def expected(

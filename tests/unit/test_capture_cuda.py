@@ -56,7 +56,7 @@ class NoDevice:
     def on(self, stream: Any) -> Any:
         return contextlib.nullcontext()
 
-    def event(self) -> Clockwork:
+    def event(self, *, sleep: bool) -> Clockwork:
         self.events += 1
         return Clockwork(self.log, f"event {self.events}")
 
@@ -121,9 +121,12 @@ def test_both_lanes_wait_for_the_mark_and_the_host_for_both_lanes() -> None:
     ]
     last = {line: place for place, line in enumerate(device.log)}
     for stream in (1, 2):
-        # The last event of each lane is recorded behind its last copy.
-        sent = [line for line in device.log if line.endswith(f"after stream {stream}")][-1]
-        assert last[sent] < last[f"host waits for {sent.split(' after ')[0]}"]
+        # Both events of a lane's last chunk stand behind its last copy; the host waits for one.
+        sent = [line for line in device.log if line.endswith(f"after stream {stream}")][-2:]
+        waits = [last.get(f"host waits for {line.split(' after ')[0]}", -1) for line in sent]
+        assert max(last[line] for line in sent) < max(waits)
+    # Only the lane whose chunk is the last one under way is waited for spinning.
+    assert device.log[-1] == "host waits for event 3"
 
 
 def test_ids_are_not_overwritten_before_the_device_has_read_them() -> None:
@@ -131,7 +134,7 @@ def test_ids_are_not_overwritten_before_the_device_has_read_them() -> None:
     device = NoDevice()
     capture = make(cache, token_major, 1, device)
     capture.copy(make_fill(112, 3, 8, "bfloat16"), [1, 2, 3, 4, 5, 6, 7], "mark")
-    for read in ("event 1", "event 3"):
+    for read in ("event 1", "event 4"):
         waits = [line for line in device.log if line in (f"host waits for {read}",)]
         records = [line for line in device.log if line.startswith(f"{read} after")]
         assert len(waits) == len(records)
