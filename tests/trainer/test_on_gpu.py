@@ -28,7 +28,8 @@ def read(make: Callable[..., Producer], collator: Collator, *, pin: bool) -> Non
     seen = 0
     sent = 40
     with SampleDataset(producer.name, collator=collator, pin=pin) as dataset:
-        with CudaPrefetcher(dataset, "cuda", depth=2) as batches:
+        prefetcher = CudaPrefetcher(dataset, "cuda", depth=2)
+        with prefetcher as batches:
             for batch in batches:
                 assert batch["hidden_states"].device.type == "cuda"
                 for _ in range(5):
