@@ -62,7 +62,7 @@ def list_rings(*, as_json: bool) -> None:
             ring.generation[:8],
             Text(ring.state, style=_STYLES[ring.state]),
             *(
-                (ring.problem, "", "", "", "", "")
+                ("", "", "", "", "", ring.problem)
                 if ring.problem
                 else (
                     format_size(ring.size),

@@ -91,7 +91,7 @@ def test_every_metric_of_the_dashboard_is_one_that_a_drain_serves(
 ) -> None:
     source = producer()
     drain = shmconn("drain", ring, "--to", tmp_path, "--metrics-port", 0)
-    drain.says("metrics at")
+    drain.says("writes to")
     source.bury(1, "short")
     url = next(word for word in drain.err.split() if word.startswith("http://"))
 
