@@ -57,20 +57,20 @@ def start(w: World, wishes: tuple[int, ...] = (), may_fail: bool = False) -> Pro
     early = w.fault in (Fault.UNDO_WITHOUT_LOOK, Fault.GROUPS_BEFORE_RESERVE)
     if early:
         made = yield from _register_all(w, i, wishes)
-    epoch = yield load(w.epoch(i), "start 5: epoch")
-    yield store(w.epoch(i), epoch + 1, "start 5: epoch")
-    del epoch
     yield unlock(w.registry_lock(i), "start 6")
     if w.fault is Fault.PRODUCER_LOCK_AFTER_R:
         yield lock(w.producer_lock(g), "start 4 (after R)")
     if may_fail and (yield choose(2, "start 7: too small?")):
         yield from _undo_start(w, i, g, made)
         return None
-    if wishes and not early:
-        yield lock(w.registry_lock(i), "start 8: R for the groups")
+    yield lock(w.registry_lock(i), "start 9: R")
+    if not early:
         yield from _register_all(w, i, wishes)
-        yield unlock(w.registry_lock(i), "start 8: R for the groups")
-    yield store(w.at("ring magic", g), 1, "start 9")
+    epoch = yield look((w.epoch(i),), "start 9: epoch")
+    yield store(w.epoch(i), epoch[0] + 1, "start 9: epoch")
+    del epoch
+    yield store(w.at("ring magic", g), 1, "start 9: magic")
+    yield unlock(w.registry_lock(i), "start 9: R")
     return i, g
 
 
