@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stop is bounded: a write that hangs is left behind, with its sample's lease."""
+
+import os
+import secrets
+import signal
+import threading
+
+import numpy as np
+from rich.console import Console
+
+import shmconn
+from reader import service
+from reader.progress import Progress
+from reader.sinks import SinkOptions, Stored
+from shmconn.directory import groups, remove_group
+
+
+class Hanging:
+    """A disk that answers only when the test lets it."""
+
+    path = "hanging"
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.go = threading.Event()
+
+    def write(self, sample: shmconn.Sample) -> Stored:
+        self.asked.set()
+        self.go.wait(120)
+        return Stored("f", sample.nbytes, fresh=True)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_write_that_hangs_does_not_hold_up_the_stop_and_its_sample_is_kept(monkeypatch) -> None:
+    sink = Hanging()
+    monkeypatch.setattr(service, "open_sink", lambda form, options: sink)
+    name = f"test-{secrets.token_hex(4)}"
+    options = service.DrainOptions(
+        ring=name,
+        outputs=[service.Output(SinkOptions("hanging"), group="files")],
+        writers=1,
+        stop_s=0.1,
+    )
+
+    def stop() -> None:
+        sink.asked.wait(120)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with shmconn.Producer.create(
+        name, size="1MiB", layer_ids=[1], hidden_size=4, dtype="float32", groups=["files"]
+    ) as producer:
+        for number in (1, 2):
+            fill = producer.allocate(number=number, request_id="r", token_ids=np.arange(2))
+            assert fill is not None
+            producer.accept(number)
+            producer.publish(fill)
+        threading.Thread(target=stop).start()
+        outcome = service.run(options, Progress(Console(quiet=True), quiet=True))
+        assert outcome.code == 128 + signal.SIGTERM
+        assert [sample.number for sample in outcome.unreleased] == [1]
+        assert any("2 samples unread" in line for line in outcome.lines)
+        (group,) = groups(name)
+        assert sum(group.needed.values()) == 2
+        assert group.alive  # its lock goes with the process, which then ends without clean-up
+        sink.go.set()
+        del outcome
+        while groups(name)[0].alive:
+            threading.Event().wait(0.01)
+        remove_group(name, "files")
