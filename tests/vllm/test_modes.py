@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from server import Server, make_tiny_model, prompt, take
+from server import Server, make_tiny_model, prompt, remove_ring, take
 
 import shmconn
 from shmconn import directory
@@ -156,8 +156,7 @@ def offline(tmp_path: Path, mode: str, blocks: int) -> list[Any]:
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert done.returncode == 0 and lines, done.stdout[-3000:] + done.stderr[-3000:]
-    if directory.rings(ring):
-        directory.remove_rings(ring, force=True)
+    remove_ring(ring)
     return list(json.loads(lines[0].removeprefix("RESULT ")))
 
 

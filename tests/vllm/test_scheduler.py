@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engine import BLOCK, LAYERS, Engine, transfer_config, vllm_config
-from server import make_model
+from server import make_model, remove_ring
 from vllm.v1.core.sched import scheduler as scheduler_module
 
 import shmconn
@@ -54,8 +54,7 @@ def make() -> Iterator[Make]:
     yield build
     for engine in engines:
         engine.close()
-    if directory.rings(ring):
-        directory.remove_rings(ring, force=True)
+    remove_ring(ring)
 
 
 def ids(tokens: int, seed: int) -> list[int]:
