@@ -359,7 +359,9 @@ def _leave_at_exit() -> None:
     """Lets subscriptions that were closed with tensors alive leave when the process ends."""
     for member, clean in list(_leavers.items()):
         for lease in list(member.leases):
-            if lease.finalizer is not None:
+            if not clean:
+                lease.give_back()
+            elif lease.finalizer is not None:
                 lease.finalizer()
         with contextlib.suppress(Exception):
             member._leave(clean)

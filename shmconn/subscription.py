@@ -96,6 +96,11 @@ def subscribe(
     there = bool(ring_files(name))
     if not there and wait_s == 0:
         raise RingMissing(missing_text(name))
+    if not follow:
+        # A ring that cannot be read is told before joining: to leave again would give up what
+        # the group has just been given in the others.
+        for file_name in ring_files(name):
+            RingSegment.attach(file_name, whole=False)
     member = Member.join(
         name,
         Group(group, by_handle),
@@ -407,7 +412,7 @@ class Subscription:
 
     def unread(self) -> int:
         """Published samples that the group has not taken yet, about."""
-        return sum(self._member.unread(view) for view in self._views.values())
+        return sum(self._member.unread(view) for view in list(self._views.values()))
 
     @property
     def lost(self) -> int:

@@ -243,9 +243,9 @@ def test_a_child_that_lives_on_does_not_keep_a_dead_producer_alive(
             subscription.next(2)
 
 
-@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("how", ["close", "abandon", "dropped"])
 def test_the_interpreter_exits_quietly_with_tensors_alive(
-    make: Make, ring_name: str, closed: bool
+    make: Make, ring_name: str, how: str
 ) -> None:
     producer = make()
     put(producer, 0)
@@ -254,13 +254,13 @@ def test_the_interpreter_exits_quietly_with_tensors_alive(
         subscription = shmconn.subscribe({ring_name!r}, "g")
         sample = subscription.next(5)
         view = sample.hidden_states[1:]
-        if {closed}:
-            subscription.close()
+        if {how != "dropped"}:
+            getattr(subscription, {how!r})()
     """)
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
     producer.reclaim()
-    # Closed: released and left. Not closed: a death, the sample waits for the group.
-    assert (producer.free_slots == producer.shape.slots) == closed
+    # Closed: released and left. Else: a death, the sample waits for the group.
+    assert (producer.free_slots == producer.shape.slots) == (how == "close")
     with subscribe(ring_name, "g") as subscription:
-        assert (subscription.next(0) is None) == closed
+        assert (subscription.next(0) is None) == (how == "close")

@@ -9,7 +9,16 @@ from collections.abc import Callable
 import pytest
 from ring_tools import HIDDEN, LAYERS, check, put, states, until, wait
 
-from shmconn import Closed, NotReady, OptionError, Oversized, Producer, RingMissing, subscribe
+from shmconn import (
+    Closed,
+    NotReady,
+    OptionError,
+    Oversized,
+    Producer,
+    RingMissing,
+    SegmentCorrupt,
+    subscribe,
+)
 from shmconn.directory import groups, remove_group
 from shmconn.registry import Registry
 
@@ -265,3 +274,18 @@ def test_a_mate_stopped_in_the_middle_of_a_claim_is_waited_for_and_named(
             subscription.get(handle, timeout=0.1)
         other.unlock_claims(0)
         check(subscription.next(5), 0)
+
+
+def test_a_damaged_ring_is_told_before_the_backlog_of_its_neighbour_is_touched(
+    make: Make, ring_name: str
+) -> None:
+    producer = make()
+    put(producer, 0)
+    damaged = f"/dev/shm/shmconn.{ring_name}.{'0' * 32}"
+    with open(damaged, "wb") as file:
+        file.write(b"x" * 10)
+    with pytest.raises(SegmentCorrupt, match="truncated"):
+        subscribe(ring_name, "g")
+    os.unlink(damaged)
+    with subscribe(ring_name, "g") as subscription:
+        check(subscription.next(1), 0)
