@@ -186,7 +186,7 @@ class Server:
         for pid in self.processes():
             with contextlib.suppress(OSError):
                 text = Path(f"/proc/{pid}/maps").read_text()
-                found |= set(re.findall(r"/dev/shm/(?:psm_\w+|vllm_dist_\S+)", text))
+                found |= set(re.findall(r"/dev/shm/(?:psm_\w+|vllm_dist_\S+|sem\.mp-\w+)", text))
         return [Path(path) for path in found]
 
     def processes(self, title: str = "") -> list[int]:
