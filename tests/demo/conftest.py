@@ -4,8 +4,7 @@
 import faulthandler
 
 import pytest
-
-HANG_S = 580.0
+from demo_run import HANG_S
 
 
 @pytest.fixture(autouse=True)

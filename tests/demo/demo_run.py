@@ -13,6 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo"
+# A demo takes a minute and a half alone, and many on a machine that does other things.
+HANG_S = 1200.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -120,7 +122,7 @@ class DemoRun:
     def finish(self, code: int) -> None:
         """Wait for the end; it must have this code and leave nothing."""
         try:
-            ended = self.process.wait(540)
+            ended = self.process.wait(HANG_S)
         finally:
             self.kill()
         assert ended == code, self.out
@@ -137,9 +139,13 @@ class DemoRun:
         assert left == [], f"processes: {left}\n{self.out}"
 
     def kill(self) -> None:
-        """End what is left of it, by force."""
+        """End what is left of it: asked first, because only it knows its children."""
         if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+            self.process.terminate()
+            try:
+                self.process.wait(120)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
         self._ended.set()
         self._watch.join()
