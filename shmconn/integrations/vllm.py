@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own way of reading hidden states, over a ring: a script changes its imports.
+
+    from shmconn.integrations.vllm import LLM, cleanup_hidden_states, load_hidden_states
+
+``LLM`` is vLLM's, with a background drain; a script that asks a server needs the loader alone.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shmconn.errors import (
+    NotReady,
+    OptionError,
+    ProducerDied,
+    SampleGone,
+    SampleLost,
+)
+from shmconn.handle import Handle
+from shmconn.integrations.drain import BackgroundDrain, DrainFull, active, tensors_of
+from shmconn.subscription import Subscription, subscribe
+
+if TYPE_CHECKING:
+    import torch
+
+    from shmconn.integrations.offline import LLM
+
+__all__ = [
+    "LLM",
+    "BackgroundDrain",
+    "DrainFull",
+    "cleanup_hidden_states",
+    "load_hidden_states",
+]
+
+LOADER_GROUP = "load-hidden-states"
+_TIMEOUT_S = 300.0
+
+
+def load_hidden_states(source: Any, timeout: float = _TIMEOUT_S) -> "dict[str, torch.Tensor]":
+    """A request's hidden states, in memory of their own.
+
+    Args:
+        source: the reply's ``kv_transfer_params``; the output that has them; the handle in them;
+            or the path of a file that a drain, or vLLM's example connector, has written.
+        timeout: seconds to wait for the sample.
+
+    Returns:
+        ``hidden_states`` ``[tokens, layers, hidden]`` and ``token_ids`` int64 ``[tokens]``.
+
+    Raises:
+        OptionError: none of these, or there is no such file.
+        SampleLost, SampleGone, NotReady, ProducerDied: the sample did not come; see the classes.
+        DrainFull: the background drain of this process had no room for it.
+    """
+    wanted = _parse(source)
+    if isinstance(wanted, Path):
+        return _load_file(wanted)
+    drain = active.get(wanted.ring)
+    if drain is not None:
+        kept = drain.wait_for(wanted, timeout)
+        return _load_file(kept) if isinstance(kept, Path) else dict(kept)
+    return _load_by_handle(wanted, timeout)
+
+
+def cleanup_hidden_states(source: Any, keep_hidden_states: bool = False) -> None:
+    """Frees what a request's sample takes; to be called once it was loaded, or is not wanted.
+
+    Args:
+        source: as for ``load_hidden_states``.
+        keep_hidden_states: leave a file where it is.
+    """
+    wanted = _parse(source)
+    if isinstance(wanted, Path):
+        Path(f"{wanted}.lock").unlink(missing_ok=True)
+        for drain in active.values():
+            if drain.folder == wanted.parent:
+                drain.forget_file(wanted)
+        if not keep_hidden_states:
+            wanted.unlink(missing_ok=True)
+        return
+    drain_of = active.get(wanted.ring)
+    if drain_of is not None:
+        drain_of.drop(wanted, keep_file=keep_hidden_states)
+        return
+    # Not loaded: so it would lie in the ring until it expires.
+    with contextlib.suppress(SampleGone, SampleLost, NotReady, ProducerDied):
+        _subscription_of(wanted.ring).get(wanted, timeout=0).release()
+
+
+def _parse(source: Any) -> Handle | Path:
+    params = getattr(source, "kv_transfer_params", source)
+    if isinstance(params, Mapping):
+        path = params.get("hidden_states_path")
+        if params.get("handle") is None and path:
+            params = path
+    if params is None:
+        raise OptionError(
+            "the reply has no kv_transfer_params: was vLLM started with ShmHiddenStatesConnector?"
+        )
+    if isinstance(params, os.PathLike) or (
+        isinstance(params, str) and not params.startswith("shmconn:")
+    ):
+        return Path(params)
+    return Handle.parse(params)
+
+
+def _load_file(path: Path) -> "dict[str, torch.Tensor]":
+    from safetensors.torch import load_file
+
+    with contextlib.suppress(FileNotFoundError), open(f"{path}.lock") as lock:
+        # vLLM's example connector holds it until the file is whole.
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(path, device="cpu")
+        return tensors
+    except FileNotFoundError:
+        raise OptionError(f"there is no file {str(path)!r}, and it is no handle either") from None
+
+
+# --- asked of the ring itself -------------------------------------------------------------------
+
+_subscriptions: dict[tuple[int, str], Subscription] = {}
+
+
+def _subscription_of(ring: str) -> Subscription:
+    """This process's membership of the group of all loaders."""
+    key = (os.getpid(), ring)
+    if key not in _subscriptions:
+        _subscriptions[key] = subscribe(ring, LOADER_GROUP, by_handle=True)
+        atexit.register(_subscriptions[key].close)
+    return _subscriptions[key]
+
+
+def _load_by_handle(wanted: Handle, timeout: float) -> "dict[str, torch.Tensor]":
+    known = (os.getpid(), wanted.ring) in _subscriptions
+    try:
+        return tensors_of(_subscription_of(wanted.ring).get(wanted, timeout))
+    except SampleGone as error:
+        if known:
+            raise
+        raise SampleGone(
+            f"{error}; or it was published before this process asked for the first one, while "
+            f"other groups read the ring. Name the group in the connector's options: "
+            f'"groups": [{{"name": "{LOADER_GROUP}", "by_handle": true}}]'
+        ) from None
+    except SampleLost as error:
+        if error.reason != "no_reader":
+            raise
+        raise SampleLost(
+            f"{error}: the ring was full and nobody read. A script that generates first and reads "
+            "then needs `from shmconn.integrations.vllm import LLM`, a BackgroundDrain, or a "
+            "larger ring_size",
+            reason=error.reason,
+            retry=error.retry,
+        ) from None
+
+
+def __getattr__(name: str) -> Any:
+    # A client of a server has no vLLM.
+    if name == "LLM":
+        from shmconn.integrations.offline import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
