@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a server ends. The last tests of this folder: they take the servers down."""
 
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -43,7 +41,6 @@ def test_a_killed_server_leaves_what_it_published_and_an_end_that_says_so(
         ids = [prompt(10 + index, 2100 + index) for index in range(4)]
         replies = [server.complete(one) for one in ids]
         server.wait_settled(4)
-        os.kill(server.info().pid, signal.SIGKILL)
         server.kill()
         while server.info().live:
             time.sleep(0.02)
