@@ -164,10 +164,17 @@ class Server:
     def kill(self) -> None:
         """Kills whatever is left of it; what a killed vLLM leaves in /dev/shm goes, too."""
         left = self._vllm_segments()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        # Python's own trackers then see that all are gone, and unlink what those had made.
+        trackers = set(self.processes("resource_tracker"))
+        for pid in self.processes():
+            if pid not in trackers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        deadline = time.monotonic() + WATCHDOG_S
         while self.processes():
+            if time.monotonic() > deadline:
+                os.killpg(self.process.pid, signal.SIGKILL)
             time.sleep(0.02)
         for path in left:
             path.unlink(missing_ok=True)
