@@ -11,7 +11,7 @@ waited for by the host: an event recorded on it holds the lanes back.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -215,11 +215,11 @@ class DeviceCapture:
         target = target.view(fill.tokens, *self._words.shape[2:])
         try:
             other, lane = self._lanes
-            for turn, (first, count) in enumerate(self._chunks(len(ids))):
+            for turn, first in enumerate(range(0, len(ids), self._chunk)):
                 at = first * self._cache.block
-                rows = target[at : at + count * self._cache.block]
+                rows = target[at : at + self._chunk * self._cache.block]
                 lane, other = other, lane
-                lane.send(ids[first : first + count], rows, ready)
+                lane.send(ids[first : first + self._chunk], rows, ready)
                 # Both lanes are busy, and the next turn may have to wait for the first of them.
                 if meanwhile is not None and turn == len(self._lanes) - 1:
                     meanwhile()
@@ -233,14 +233,6 @@ class DeviceCapture:
             for lane in self._lanes:
                 lane.abandon()
             raise
-
-    def _chunks(self, blocks: int) -> Iterator[tuple[int, int]]:
-        """(first, count) of each chunk; the first is short, so that the bus starts early."""
-        first, count = 0, max(1, self._chunk // 8)
-        while first < blocks:
-            count = min(count, blocks - first)
-            yield first, count
-            first, count = first + count, self._chunk
 
     def close(self) -> None:
         """Waits for what is under way and lets go of the ring's memory."""

@@ -69,7 +69,7 @@ class ShmFile:
                 os.fchmod(self._fd, mode)
             self.locks = LockFile(self._fd)
         except BaseException:
-            # Not by os.close: __del__ would close the number again, and it may be another's by then.
+            # Not by os.close: __del__ would close the number again, maybe another's by then.
             self.close_descriptor()
             raise
 
