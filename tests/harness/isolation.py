@@ -33,7 +33,9 @@ def use_prefix(patch: pytest.MonkeyPatch, prefix: str) -> None:
     patch.setattr(layout, "PREFIX", prefix)
     for pattern in ("_RING", "_REGISTRY"):
         text = getattr(segment, pattern).pattern
-        patch.setattr(segment, pattern, re.compile(text.replace(r"shmconn\.", re.escape(prefix))))
+        # What follows the prefix begins with the group of the ring's name.
+        rest = text[text.index("(") :]
+        patch.setattr(segment, pattern, re.compile(re.escape(prefix) + rest))
 
 
 @pytest.fixture
