@@ -11,6 +11,8 @@ help:  ## Show this list
 demo: venv model  ## Real prompts through vLLM and a ring into verified files (under 4 minutes)
 	@$(BIN)/python examples/demo/demo.py
 
+# Threads of torch that spin while they wait keep each other from the few cores.
+test test-long: export OMP_WAIT_POLICY := PASSIVE
 test: venv model  ## All tests of the push tier, real vLLM included
 	@$(BIN)/python -m pytest -m "not long"
 

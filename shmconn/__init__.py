@@ -13,6 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shmconn.collate import Collator
+    from shmconn.dataset import SampleDataset
     from shmconn.directory import rings
     from shmconn.errors import (
         AccessDenied,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
         ShmConnError,
     )
     from shmconn.handle import Handle
+    from shmconn.prefetch import CudaPrefetcher
     from shmconn.ring import Producer
     from shmconn.sample import Sample
     from shmconn.subscription import Subscription, subscribe
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Collator": "collate",
+    "CudaPrefetcher": "prefetch",
+    "SampleDataset": "dataset",
     "rings": "directory",
     "Handle": "handle",
     "Producer": "ring",
@@ -52,6 +58,8 @@ __all__ = [
     "AccessDenied",
     "Busy",
     "Closed",
+    "Collator",
+    "CudaPrefetcher",
     "ForkedError",
     "Handle",
     "LayoutMismatch",
@@ -64,6 +72,7 @@ __all__ = [
     "RegistryFull",
     "RingMissing",
     "Sample",
+    "SampleDataset",
     "SampleGone",
     "SampleLost",
     "SegmentCorrupt",

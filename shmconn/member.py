@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from shmconn import layout
 from shmconn.cleanup import try_clean
 from shmconn.doorbell import Doorbell, group_doorbell
-from shmconn.errors import LayoutMismatch, SegmentCorrupt
+from shmconn.errors import AccessDenied, LayoutMismatch, SegmentCorrupt
 from shmconn.registry import Group, Registry
 from shmconn.sample import Facts, Row, Sample
 from shmconn.segment import RingSegment, ring_files
@@ -140,8 +140,8 @@ class Member:
             for file_name in ring_files(self.registry.name):
                 try:
                     ring = RingSegment.attach(file_name, whole=False)
-                except (SegmentCorrupt, LayoutMismatch):
-                    continue  # nobody can claim anything of it
+                except (SegmentCorrupt, LayoutMismatch, AccessDenied):
+                    continue  # we can have claimed nothing of it
                 if ring is None or ring.registry_id != self.registry.id:
                     continue
                 for slot in range(ring.shape.slots):

@@ -20,7 +20,14 @@ import posix_ipc
 
 from shmconn import layout
 from shmconn.doorbell import Doorbell, group_doorbell
-from shmconn.errors import LayoutMismatch, OptionError, RegistryFull, RingMissing, SegmentCorrupt
+from shmconn.errors import (
+    AccessDenied,
+    LayoutMismatch,
+    OptionError,
+    RegistryFull,
+    RingMissing,
+    SegmentCorrupt,
+)
 from shmconn.segment import RingSegment, ShmFile, registry_file, ring_files
 from shmconn.words import WORD, Words, step
 
@@ -288,8 +295,8 @@ class Registry:
         for file_name in ring_files(self.name):
             try:
                 ring = RingSegment.attach(file_name, whole=False)
-            except (SegmentCorrupt, LayoutMismatch):
-                # Nobody can read it, and it must not keep groups from coming and going.
+            except (SegmentCorrupt, LayoutMismatch, AccessDenied):
+                # Damaged, or a stranger put it there: it keeps no group from coming and going.
                 continue
             if ring is not None and ring.registry_id == self.id:
                 published = ring.words.load(layout.PUBLISHED)

@@ -53,7 +53,10 @@ class Producer:
         self._slots = Slots(self._ring, self._registry)
         self._ledger = Ledger(self._ring.words)
         self._ttl_s = ttl_s
+        # Never loaded back from the ring: what stands there decides nothing for its only writer.
+        self._accepted = 0
         self._published = 0
+        self._published_bytes = 0
         self._group_bells = [
             Doorbell(group_doorbell(self.name, group)) for group in range(layout.GROUPS)
         ]
@@ -119,8 +122,10 @@ class Producer:
             self._ring.file.close()
             for bell in self._group_bells:
                 bell.post()
-            try_clean(self._registry)
-            self._registry.close()
+            try:
+                try_clean(self._registry)
+            finally:
+                self._registry.close()
 
     def __enter__(self) -> "Producer":
         return self
@@ -188,7 +193,7 @@ class Producer:
     @property
     def accepted(self) -> int:
         """Highest request number taken in."""
-        return self._ring.words.load(layout.ACCEPTED)
+        return self._accepted
 
     @property
     def settled(self) -> int:
@@ -285,6 +290,7 @@ class Producer:
 
     def accept(self, number: int) -> None:
         """Takes note of a request. Numbers rise; one thread calls this."""
+        self._accepted = number
         self._store(layout.ACCEPTED, number)
 
     def allocate(
@@ -409,8 +415,8 @@ class Producer:
                     seq, fill.number, fill.request_id, fill.first_page, fill.pages, time.monotonic()
                 ),
             )
-            total = self._ring.words.load(layout.PUBLISHED_BYTES)
-            self._store(layout.PUBLISHED_BYTES, total + fill.json_offset)
+            self._published_bytes += fill.json_offset
+            self._store(layout.PUBLISHED_BYTES, self._published_bytes)
             self._ledger.settle(fill.number)
             self._ring_bells()
             return Handle(self.name, self.generation, fill.number, digest)

@@ -61,6 +61,11 @@ class ShmFile:
             raise RingMissing(f"there is no segment {name!r} in {layout.SHM_DIR}") from error
         except (posix_ipc.PermissionsError, PermissionError) as error:
             raise AccessDenied(_access_text(name)) from error
+        except (OSError, ValueError) as error:
+            # /dev/shm is everybody's: a link or a folder may stand where a segment should.
+            if _is_regular(name):
+                raise
+            raise SegmentCorrupt(name, "type", "is not a regular file") from error
         self._fd: int = memory.fd
         try:
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
@@ -303,6 +308,13 @@ def headroom() -> tuple[int, int | None]:
             if key in ("active_file", "inactive_file"):
                 cache += int(value)
     return min(free, max(0, limit - used + cache)), limit
+
+
+def _is_regular(name: str) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path_of(name)).st_mode)
+    except FileNotFoundError:
+        return True
 
 
 def _number(path: str) -> int | None:
