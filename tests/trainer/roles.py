@@ -51,7 +51,10 @@ def half_a_batch(ring: str) -> None:
 def train_with_workers(ring: str, method: str) -> None:
     """Reads with two workers and waits for more than comes."""
     dataset = SampleDataset(ring, "trainer")
-    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=method)
+    # In order, a worker that waits for its next sample would hold back what the other has read.
+    loader = DataLoader(
+        dataset, batch_size=None, num_workers=2, multiprocessing_context=method, in_order=False
+    )
     for sample in loader:
         print(sample.request_id, flush=True)
 
@@ -75,6 +78,7 @@ def ddp(ring: str, rank: str, store: str) -> None:
             optimizer.step()
             del sample
     print(",".join(seen) or ",", model.module.weight.item(), flush=True)
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
