@@ -3,7 +3,8 @@
 
 Beside the ring run, in turn and in the same run:
   plain   copies into a warm shared mapping, with two semaphores: what a ring can do at best
-  files   safetensors save_file and load_file through /dev/shm: what people do without a ring
+  files   safetensors save_file and load_file through /dev/shm: what people do without a ring,
+          both in one process one after the other, and by two processes at once
 Each figure is the median of the repeats; the ratios are of medians.
 """
 
@@ -53,21 +54,24 @@ def run(
 def measure(*, sample_mib: int, samples: int, repeats: int) -> list[Figure]:
     """The figures of one run."""
     size = sample_mib * MIB
-    seconds: dict[str, list[float]] = {"ring": [], "plain": [], "files": []}
+    counts = {"ring": samples, "plain": samples, "files": samples // 4, "alone": samples // 4}
+    seconds: dict[str, list[float]] = {way: [] for way in counts}
     for _ in range(repeats):
-        for way in seconds:
-            seconds[way].append(_transfer(way, size, samples if way != "files" else samples // 4))
+        for way, count in counts.items():
+            took = _files_alone(size, count) if way == "alone" else _transfer(way, size, count)
+            seconds[way].append(took)
     speed = {
-        way: size * (samples if way != "files" else samples // 4) / statistics.median(times) / 1e9
-        for way, times in seconds.items()
+        way: size * counts[way] / statistics.median(times) / 1e9 for way, times in seconds.items()
     }
     small = [_transfer("ring", 4096, 20_000) for _ in range(repeats)]
     return [
         Figure(f"ring, {sample_mib} MiB samples", speed["ring"], "GB/s"),
         Figure("plain copies into a warm mapping", speed["plain"], "GB/s"),
-        Figure("save_file + load_file through /dev/shm", speed["files"], "GB/s"),
+        Figure("save_file + load_file through /dev/shm", speed["alone"], "GB/s"),
+        Figure("the same, two processes at once", speed["files"], "GB/s"),
         Figure("ring / plain copies", speed["ring"] / speed["plain"], "x", goal=0.9),
-        Figure("ring / files", speed["ring"] / speed["files"], "x", goal=8),
+        Figure("ring / save_file + load_file", speed["ring"] / speed["alone"], "x", goal=8),
+        Figure("ring / two processes at once", speed["ring"] / speed["files"], "x"),
         Figure("samples of 4 KiB", 20_000 / statistics.median(small), "1/s", goal=3000),
         Figure("idle reader, share of a core", 100 * _idle_share(), "%", goal=1, at_most=True),
     ]
@@ -89,6 +93,14 @@ def _between(writer: str, reader: str, name: str, size: int, samples: int) -> fl
         begin = float(_answer(write))
         end = float(_answer(read))
     return end - begin
+
+
+def _files_alone(size: int, samples: int) -> float:
+    """Seconds of save_file, load_file and a touch, one after the other."""
+    name = f"bench-{secrets.token_hex(4)}"
+    command = [sys.executable, "-m", "reader.bench.roles", "files-alone", name]
+    with _started([*command, str(size), str(samples)]) as process:
+        return float(_answer(process))
 
 
 def _idle_share() -> float:

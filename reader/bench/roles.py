@@ -168,6 +168,26 @@ def files_read(name: str, _size: int, samples: int) -> None:
     folder.rmdir()
 
 
+def files_alone(name: str, size: int, samples: int) -> None:
+    """Seconds of save_file, load_file and a touch of every byte, one after the other."""
+    from safetensors.torch import load_file, save_file
+
+    path = _folder(name) / "sample"
+    states = _source(size)
+    ids = torch.arange(len(states))
+    begin = 0.0
+    for index in range(1 + samples):
+        if index == 1:
+            begin = time.perf_counter()
+        save_file({"hidden_states": states, "token_ids": ids}, path)
+        tensors = load_file(path)
+        _touch(memoryview(tensors["hidden_states"].numpy()).cast("B"))
+        del tensors
+        path.unlink()
+    print(time.perf_counter() - begin)
+    path.parent.rmdir()
+
+
 def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(0.0005)
@@ -198,6 +218,7 @@ def main() -> None:
         "plain-read": plain_read,
         "files-write": files_write,
         "files-read": files_read,
+        "files-alone": files_alone,
         "idle": idle,
     }
     roles[role](name, int(size), int(samples))
