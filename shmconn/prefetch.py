@@ -135,7 +135,13 @@ class CudaPrefetcher:
         return False
 
     def close(self) -> None:
-        """Ends the thread. Batches that are ready are dropped, and their samples with them."""
+        """Ends the thread and drops what is ahead.
+
+        No lease is left of it. Those samples were given to this group, so they do not come again,
+        and a dataset's ``state_dict`` does not name them: read to the end to use all. A batch that
+        is not full yet stays with its dataset, for its next iteration or, when it is closed, for
+        the group.
+        """
         self._stop.set()
         if isinstance(self._source, SampleDataset):
             self._source.interrupt()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefetching thread, on the CPU; tests/gpu has what needs a device."""
+"""The prefetching thread, on the CPU; test_on_gpu.py has what needs a device."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 
@@ -56,6 +57,36 @@ def test_close_ends_a_thread_that_waits_for_a_sample(make: Callable[..., Produce
         assert "shmconn-prefetch" not in {thread.name for thread in threading.enumerate()}
         assert list(batches) == []
         del sample
+
+
+@pytest.mark.parametrize("max_len", [None, 32])
+def test_close_leaves_no_lease_of_what_was_ahead(
+    make: Callable[..., Producer], max_len: int | None
+) -> None:
+    producer = make(groups=["trainer"])
+    for number in range(12):
+        put(producer, number, 16)
+    collator = Collator(max_len) if max_len else None
+    with SampleDataset(producer.name, collator=collator) as dataset:
+        subscription = dataset._subscription
+        assert subscription is not None
+        batches = CudaPrefetcher(dataset, "cpu", depth=2)
+        first = next(batches)
+        until(batches._ready.full, "the thread to be ahead")
+        # One more is in the thread's hand; a batch is full when the next sample has come.
+        until(lambda: subscription.unread() == (3 if max_len else 8), "the thread to wait")
+        batches.close()
+        del first
+        # The dataset has begun a batch with the sample that did not fit into the last.
+        assert subscription.leases == (1 if max_len else 0)
+        producer.reclaim()
+        assert producer.shape.slots - producer.free_slots == (4 if max_len else 8)
+        assert dataset.handed_out == (2 if max_len else 1)
+        rest = list(itertools.islice(dataset, 1))
+        assert (rest[0]["handles"] if max_len else [str(rest[0].handle)])[0].split(":")[3] == (
+            "9" if max_len else "5"
+        )
+        del rest
 
 
 def test_close_ends_a_thread_that_waits_for_the_consumer() -> None:
