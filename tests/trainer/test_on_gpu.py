@@ -79,7 +79,7 @@ def copies_made_late(producer: Producer, count: int) -> list[torch.Tensor]:
         CudaPrefetcher(dataset, "cuda", depth=1) as batches,
     ):
         for _ in range(count):
-            torch.cuda._sleep(50_000_000)
+            torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
             batch = next(batches)
             copies.append(batch["input_ids"].clone())
             del batch
