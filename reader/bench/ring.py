@@ -9,6 +9,7 @@ Each figure is the median of the repeats; the ratios are of medians.
 """
 
 import json
+import os
 import secrets
 import statistics
 import subprocess
@@ -112,7 +113,9 @@ def _idle_share() -> float:
 
 
 def _started(command: list[str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # Threads of torch that spin while they wait would keep the reader from its core, in each way.
+    environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def _answer(process: "subprocess.Popen[str]") -> str:
