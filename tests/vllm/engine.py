@@ -33,6 +33,7 @@ with warnings.catch_warnings():
         SupportsHMA,
     )
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionBackend
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -98,6 +99,15 @@ def row(token_id: int, place: int, hidden: int) -> torch.Tensor:
     return base + token_id * 7 + place * 100_003
 
 
+def hidden_cache(blocks: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache of hidden states as this vLLM shapes it, and ``[blocks, block, layers, hidden]``."""
+    if "get_kv_cache_shape" in CacheOnlyAttentionBackend.__dict__:
+        cache = torch.full((blocks, BLOCK, len(LAYERS), hidden), POISON)
+        return cache, cache
+    cache = torch.full((blocks, len(LAYERS), BLOCK, hidden), POISON)
+    return cache, cache.transpose(1, 2)
+
+
 class Engine:
     """One engine: scheduler and worker in this process."""
 
@@ -116,7 +126,7 @@ class Engine:
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         # Tensor-parallel ranks all hold the full hidden states.
-        self.cache = torch.full((blocks, len(LAYERS), BLOCK, self.hidden), POISON)
+        cache, self.rows = hidden_cache(blocks, self.hidden)
         self.workers: list[Any] = []
         for rank in range(ranks):
             worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
@@ -125,7 +135,7 @@ class Engine:
                 patch.object(kv_transfer, "get_kv_transfer_group", lambda: worker),  # noqa: B023
             ):
                 worker.register_kv_caches(
-                    {"model.layers.0.attn": torch.empty(1), HIDDEN_LAYER: self.cache}
+                    {"model.layers.0.attn": torch.empty(1), HIDDEN_LAYER: cache}
                 )
             self.workers.append(worker)
         self.worker = self.workers[0]
@@ -204,9 +214,7 @@ class Engine:
             for place in range(end - count, end):
                 # Beyond the known tokens comes the draft's, which repeats the last one.
                 token = request.all_token_ids[min(place, request.num_tokens - 1)]
-                self.cache[blocks[place // BLOCK], :, place % BLOCK] = row(
-                    token, place, self.hidden
-                )
+                self.rows[blocks[place // BLOCK], place % BLOCK] = row(token, place, self.hidden)
             sampled.append([next(self.sampled)] if end >= request.num_tokens else [])
         return ModelRunnerOutput(
             req_ids=ids,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine import HIDDEN_LAYER, LAYERS, fake_config, transfer_config, vllm_config
+from engine import HIDDEN_LAYER, fake_config, hidden_cache, transfer_config, vllm_config
 from server import make_model
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -128,7 +128,7 @@ def test_a_vllm_without_the_method_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def writer(ring: str, hidden: int = 8, **extra: Any) -> worker.Writer:
     config = shmconn_config(ring=ring, **extra)
-    cache = torch.zeros(4, len(LAYERS), 16, hidden)
+    cache = hidden_cache(4, hidden)[0]
     return open_writer({HIDDEN_LAYER: cache}, Target((1, 2), 8, 64), config, ring, "engine", 16)
 
 
@@ -161,7 +161,7 @@ def test_a_start_says_in_one_line_what_there_is_and_how_to_read_it(
 def test_a_ring_too_small_for_the_longest_request_is_warned_of_with_the_size_it_needs(
     ring: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache = torch.zeros(4, len(LAYERS), 16, 8)
+    cache = hidden_cache(4, 8)[0]
     target = Target((1, 2), 8, 100_000)
     config = shmconn_config(ring=ring, ring_size="1MiB")
     open_writer({HIDDEN_LAYER: cache}, target, config, ring, "engine", 16).close()
@@ -177,7 +177,7 @@ def test_a_second_engine_under_an_explicit_name_is_told_of_and_a_rank_is_not(
     ring: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def start(engine_id: str) -> worker.Writer:
-        cache = torch.zeros(4, len(LAYERS), 16, 8)
+        cache = hidden_cache(4, 8)[0]
         config = shmconn_config(ring=ring, ring_size="1MiB")
         target = Target((1, 2), 8, 64)
         return open_writer({HIDDEN_LAYER: cache}, target, config, ring, engine_id, 16)

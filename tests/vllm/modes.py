@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways of running vLLM, each one engine of `offline`: `python modes.py NAME FOLDER`.
+
+What a mode must show is asserted here; where vLLM itself refuses, its own words end the script.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from offline import Offline, agree, error, planted, set_up
+from server import MODEL, make_model, make_tiny_model, prompt
+
+PROMPTS = [prompt(length, length) for length in (1, 5, 40, 127, 128, 129, 300)]
+SHARED = prompt(280, 1)
+PROMPTS += [SHARED + prompt(20, 2), SHARED + prompt(70, 3)]
+
+
+def batched_and_alone(engine: Offline, **options: Any) -> None:
+    """All at once, and then one after the other without a prefix cache, give the same rows."""
+    batched = engine.round(PROMPTS, **options)
+    assert [one.tokens for one in batched] == [len(ids) + 2 for ids in PROMPTS]
+    assert engine.llm.reset_prefix_cache()
+    alone = []
+    for ids in PROMPTS:
+        alone += engine.round([ids], **options)
+        assert engine.llm.reset_prefix_cache()
+    agree(batched, alone)
+    # Now from the prefix cache.
+    again = engine.round(PROMPTS[-2:], **options) + engine.round(PROMPTS[-2:], **options)
+    agree(again, batched[-2:] * 2)
+
+
+def abort_one(engine: Offline) -> None:
+    """One of two requests is aborted amid its prefill."""
+    from vllm import SamplingParams
+
+    wish = {"tag": "twin"}
+    for name, seed in (("stays", 71), ("goes", 72)):
+        sampling = SamplingParams(max_tokens=2, extra_args={"kv_transfer_params": wish})
+        engine.engine.add_request(name, {"prompt_token_ids": prompt(400, seed)}, sampling)
+    engine.engine.step()
+    engine.engine.step()
+    assert engine.usage > 0
+    engine.engine.abort_request(["goes"])
+    (left,) = engine.take(1)
+    assert left.token_ids.tolist() == prompt(400, 71)
+
+
+def plain(folder: Path) -> None:
+    """Chunks, a shared prefix, several answers, an abort, and a prefix cache that is reset."""
+    engine = Offline(make_tiny_model(folder / "tiny"))
+    batched_and_alone(engine)
+    several = engine.round([prompt(33, 61), prompt(34, 62)], n=3)
+    assert [one.tokens for one in several] == [35] * 3 + [36] * 3
+    abort_one(engine)
+    engine.close(lost=1)
+
+
+def smollm(folder: Path) -> None:
+    """The demo's model: rows are those that transformers computes."""
+    from transformers import AutoModelForCausalLM
+
+    layers = [8, 15, 22, 30]
+    engine = Offline(make_model(), load_format="auto", layers=layers)
+    batched_and_alone(engine)
+    ids = prompt(200, 51)
+    (sample,) = engine.round([ids], max_tokens=1)
+    model = AutoModelForCausalLM.from_pretrained(str(MODEL), dtype=torch.float32).model
+    rows: list[torch.Tensor] = []
+    for layer in layers:
+        model.layers[layer - 1].register_forward_hook(
+            lambda module, args, output: rows.append(
+                (output[0] if isinstance(output, tuple) else output).reshape(len(ids), -1)
+            )
+        )
+    with torch.inference_mode():
+        model(torch.tensor([ids]), use_cache=False)
+    assert error(sample.hidden_states, torch.stack(rows, 1)) < 1e-3
+    abort_one(engine)
+    engine.close(lost=1)
+
+
+def runner_v2(folder: Path) -> None:
+    """The second model runner."""
+    engine = Offline(make_tiny_model(folder / "tiny"))
+    print("RUNNER", type(engine.core.model_executor.driver_worker.worker.model_runner).__module__)
+    batched_and_alone(engine)
+    abort_one(engine)
+    engine.close(lost=1)
+
+
+def lora(folder: Path) -> None:
+    """A random adapter: its requests' rows are not those of the model alone."""
+    from safetensors.torch import save_file
+    from vllm.lora.request import LoRARequest
+
+    torch.manual_seed(7)
+    config = json.loads((make_model() / "config.json").read_text())
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    hidden, rank = config["hidden_size"], 8
+    head = hidden // config["num_attention_heads"]
+    outputs = {"q_proj": hidden, "v_proj": head * config["num_key_value_heads"]}
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, size in outputs.items():
+            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{stem}.lora_A.weight"] = torch.randn(rank, hidden) / hidden**0.5
+            tensors[f"{stem}.lora_B.weight"] = torch.randn(size, rank) / rank**0.5
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "bias": "none"}
+    settings |= {"target_modules": list(outputs), "task_type": "CAUSAL_LM"}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    engine = Offline(make_model(), load_format="auto", enable_lora=True, max_lora_rank=rank)
+    request = LoRARequest("random", 1, str(adapter))
+    batched_and_alone(engine, lora_request=request)
+    with_it = engine.round(PROMPTS[2:4], lora_request=request)
+    without = engine.round(PROMPTS[2:4])
+    for one, other in zip(with_it, without, strict=True):
+        assert error(one.hidden_states[:40], other.hidden_states[:40]) > 0.05
+    engine.close()
+
+
+def prompt_embeds(folder: Path) -> None:
+    """A prompt of embeddings beside one of tokens; the rows are those of the tokens meant."""
+    engine = Offline(make_model(), load_format="auto", enable_prompt_embeds=True)
+    ids = prompt(150, 81)
+    (reference,) = engine.round([ids])
+    model = engine.core.model_executor.driver_worker.worker.model_runner.model
+    embeds = model.model.embed_tokens(torch.tensor(ids)).detach()
+    mixed = engine.round([{"prompt_embeds": embeds}, PROMPTS[2]])
+    assert mixed[0].token_ids.tolist()[:150] == [-1] * 150
+    assert mixed[0].metadata["no_token_ids"] is True
+    assert "no_token_ids" not in mixed[1].metadata
+    assert error(mixed[0].hidden_states[:150], reference.hidden_states[:150]) < 1e-3
+    engine.close()
+
+
+def pooling(folder: Path) -> None:
+    """A pooling request to an engine that generates is refused by vLLM, and all goes on."""
+    engine = Offline(make_tiny_model(folder / "tiny"))
+    try:
+        engine.llm.embed([{"prompt_token_ids": prompt(9, 1)}])
+    except ValueError as refusal:
+        print("REFUSED", refusal)
+    else:
+        raise AssertionError("vLLM embeds with a model that generates")
+    engine.round(PROMPTS[:3])
+    engine.close()
+
+
+def sleep(folder: Path) -> None:
+    """To sleep and awake between requests."""
+    engine = Offline(make_tiny_model(folder / "tiny"))
+    first = engine.round(PROMPTS[:3])
+    for level in (1, 2):
+        engine.llm.sleep(level)
+        engine.llm.wake_up()
+        agree(engine.round(PROMPTS[:3]), first)
+    engine.close()
+
+
+def config_of(folder: Path, **fields: Any) -> Path:
+    """A model without weights, of another architecture, with SmolLM2's tokenizer."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(make_model() / name, folder / name)
+    common = {"vocab_size": 49152, "bos_token_id": 1, "eos_token_id": 2, "num_hidden_layers": 4}
+    (folder / "config.json").write_text(json.dumps(common | fields))
+    return folder
+
+
+def mla(folder: Path) -> None:
+    """DeepSeek-V2's latent attention."""
+    model = config_of(
+        folder / "mla",
+        architectures=["DeepseekV2ForCausalLM"],
+        model_type="deepseek_v2",
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=None,
+        first_k_dense_replace=4,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+    )
+    engine = Offline(model, dtype="bfloat16")
+    batched_and_alone(engine)
+    abort_one(engine)
+    engine.close(lost=1)
+
+
+def hybrid(folder: Path) -> None:
+    """Qwen3-Next: three layers of linear attention to one of full attention."""
+    model = config_of(
+        folder / "hybrid",
+        architectures=["Qwen3NextForCausalLM"],
+        model_type="qwen3_next",
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=0,
+        decoder_sparse_step=1,
+        mlp_only_layers=[0, 1, 2, 3],
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+        partial_rotary_factor=0.25,
+        tie_word_embeddings=True,
+    )
+    engine = Offline(model, dtype="bfloat16")
+    groups = engine.core.scheduler.kv_cache_config.kv_cache_groups
+    print("GROUPS", [(type(one.kv_cache_spec).__name__, len(one.layer_names)) for one in groups])
+    batched_and_alone(engine)
+    abort_one(engine)
+    engine.close(lost=1)
+
+
+def beside(other: dict[str, Any]) -> Callable[[str], dict[str, Any]]:
+    """A MultiConnector of ours and this one."""
+
+    def transfer(ring: str) -> dict[str, Any]:
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": [planted(ring), other]},
+        }
+
+    return transfer
+
+
+def offloading(folder: Path) -> None:
+    """Beside vLLM's own offloading of KV blocks to the host."""
+    other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    other["kv_connector_extra_config"] = {"cpu_bytes_to_use": 1 << 28}  # type: ignore[assignment]
+    engine = Offline(make_tiny_model(folder / "tiny"), transfer=beside(other))
+    batched_and_alone(engine)
+    abort_one(engine)
+    engine.close(lost=1)
+
+
+def example(folder: Path) -> None:
+    """Beside vLLM's example that stores KV blocks in files."""
+    store = folder / "kv"
+    other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    other["kv_connector_extra_config"] = {"shared_storage_path": str(store)}  # type: ignore[assignment]
+    engine = Offline(make_tiny_model(folder / "tiny"), transfer=beside(other))
+    batched_and_alone(engine)
+    assert any(store.iterdir())
+    engine.close()
+
+
+MODES = {
+    one.__name__: one
+    for one in (
+        *(plain, smollm, runner_v2, lora, prompt_embeds, pooling, sleep, mla, hybrid),
+        *(offloading, example),
+    )
+}
+
+
+if __name__ == "__main__":
+    name, place = sys.argv[1], Path(sys.argv[2])
+    set_up(place)
+    MODES[name](place)
+    print("DONE", name)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One offline engine of real vLLM in this very process, so that all of it can be looked at.
+
+A script of its own, as vLLM is set up by environment variables: `python modes.py NAME FOLDER`.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from server import remove_ring
+
+import shmconn
+from shmconn import directory
+
+HERE = Path(__file__).parent
+LAYERS = [1, 2, 4]
+WATCHDOG_S = 120
+# Relative error of a row between two float32 runs; bfloat16 rounds to a 256th.
+NOISE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+
+
+def set_up(folder: Path) -> None:
+    """What vLLM takes from the environment; before its first import."""
+    twins = folder / "twins"
+    twins.mkdir(exist_ok=True)
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "SHMCONN_TWINS": str(twins),
+    }
+
+
+def planted(ring: str, ring_size: str = "16MiB") -> dict[str, Any]:
+    """The connector with a second copy; see `planted`."""
+    return {
+        "kv_connector": "PlantedConnector",
+        "kv_connector_module_path": "planted",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"ring": ring, "ring_size": ring_size},
+    }
+
+
+class Offline:
+    """An engine and a reader of its ring.
+
+    Args:
+        transfer: the KV transfer configuration, made of the ring's name.
+        layers: that are captured.
+        options: of ``LLM`` that differ.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        transfer: Any = planted,
+        layers: Sequence[int] = LAYERS,
+        **options: Any,
+    ) -> None:
+        from vllm import LLM
+
+        self.ring = f"t-{secrets.token_hex(6)}"
+        self.layers = list(layers)
+        self.llm = LLM(
+            **{
+                "model": str(model),
+                "load_format": "dummy",
+                "dtype": "float32",
+                "max_model_len": 512,
+                "max_num_batched_tokens": 128,
+                "max_num_seqs": 8,
+                "enforce_eager": True,
+                "disable_log_stats": False,
+                "speculative_config": {
+                    "method": "extract_hidden_states",
+                    "num_speculative_tokens": 1,
+                    "draft_model_config": {
+                        "hf_config": {"eagle_aux_hidden_state_layer_ids": self.layers}
+                    },
+                },
+                "kv_transfer_config": transfer(self.ring),
+                **options,
+            }
+        )
+        self.engine: Any = self.llm.llm_engine
+        self.core: Any = self.engine.engine_core.engine_core
+        self.reader = shmconn.subscribe(self.ring, "tests")
+        self.seen = 0
+
+    @property
+    def usage(self) -> float:
+        """Share of KV blocks that somebody owns."""
+        return float(self.core.scheduler.kv_cache_manager.usage)
+
+    def settle(self) -> None:
+        """Steps as the engine's own loop would, until no request is left, held ones included."""
+        deadline = time.monotonic() + WATCHDOG_S
+        while self.core.scheduler.has_requests():
+            self.engine.step()
+            time.sleep(0.001)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"still there: {list(self.core.scheduler.requests)}")
+
+    def round(
+        self, prompts: Sequence[Any], max_tokens: int = 3, n: int = 1, **options: Any
+    ) -> list[shmconn.Sample]:
+        """Generates, and checks that each answer has its sample and that the engine is empty.
+
+        Returns:
+            The samples, copied out, in the order of the prompts.
+        """
+        from vllm import SamplingParams
+
+        wish = {"include_output_tokens": True, "tag": "twin"}
+        sampling = SamplingParams(
+            n=n,
+            max_tokens=max_tokens,
+            temperature=0.0 if n == 1 else 1.0,
+            seed=None if n == 1 else 1,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": wish},
+        )
+        given = [{"prompt_token_ids": one} if isinstance(one, list) else one for one in prompts]
+        outputs = self.llm.generate(given, sampling, use_tqdm=False, **options)
+        samples = self.take(len(prompts) * n)
+        wanted = []
+        for output in outputs:
+            known = output.prompt_token_ids if output.prompt_token_ids else None
+            for choice in output.outputs:
+                assert len(choice.token_ids) == max_tokens
+                wanted.append((known, list(choice.token_ids)[:-1]))
+        found = []
+        for prompt_ids, answer in wanted:
+            # One answer is one sample: each is found once.
+            fits = [
+                sample
+                for sample in samples
+                if sample.token_ids.tolist()[sample.metadata["prompt_tokens"] :] == answer
+                and (
+                    sample.metadata.get("no_token_ids")
+                    or sample.token_ids.tolist() == list(prompt_ids or ()) + answer
+                )
+            ]
+            assert fits, f"no sample for {prompt_ids} + {answer}"
+            samples.remove(fits[0])
+            found.append(fits[0])
+        assert samples == []
+        return found
+
+    def take(self, count: int) -> list[shmconn.Sample]:
+        """The next samples, as many as there must be; bit for bit what the cache held."""
+        self.settle()
+        samples = []
+        while (sample := self.reader.next(timeout=0)) is not None:
+            samples.append(sample.clone())
+            sample.release()
+        self.seen += count
+        assert len(samples) == count, f"{len(samples)} samples, not {count}"
+        assert self.usage == 0 and not self.core.scheduler.requests
+        for sample in samples:
+            twin = torch.load(
+                Path(os.environ["SHMCONN_TWINS"]) / f"{sample.handle.generation}-{sample.number}.pt"
+            )
+            assert sample.hidden_states.shape == twin.shape
+            assert sample.hidden_states.dtype == twin.dtype
+            assert torch.equal(
+                sample.hidden_states.view(torch.uint8), twin.contiguous().view(torch.uint8)
+            )
+            assert sample.hidden_states.isfinite().all()
+        return samples
+
+    def close(self, lost: int = 0) -> None:
+        """Counts add up; nothing is left in /dev/shm."""
+        (info,) = directory.rings(self.ring)
+        assert (info.published, info.lost) == (self.seen, lost)
+        assert info.accepted == info.settled == info.published + info.lost
+        deadline = time.monotonic() + WATCHDOG_S
+        while (info.free_pages, info.free_slots) != (info.pages, info.slots):
+            # An idle producer takes back what readers released once a second.
+            assert time.monotonic() < deadline, info
+            time.sleep(0.1)
+            (info,) = directory.rings(self.ring)
+        self.core.shutdown()
+        assert [end.died for end in self._ends()] == [False]
+        self.reader.close()
+        left = [path.name for path in Path("/dev/shm").glob(f"*shmconn.{self.ring}*")]
+        assert left == []
+
+    def _ends(self) -> list[Any]:
+        assert self.reader.next(timeout=10) is None and self.reader.ended
+        return list(self.reader.ends)
+
+    def clear(self) -> None:
+        """After a failure."""
+        remove_ring(self.ring)
+
+
+def error(got: torch.Tensor, reference: torch.Tensor) -> float:
+    """Largest relative error of a row, over the hidden axis."""
+    got, reference = got.float(), reference.float()
+    return float(((got - reference).norm(dim=-1) / reference.norm(dim=-1)).max())
+
+
+def agree(first: Sequence[shmconn.Sample], second: Sequence[shmconn.Sample]) -> None:
+    """Two runs of the same prompts: the rows are equal but for the noise of the kernels."""
+    for one, other in zip(first, second, strict=True):
+        tokens = min(one.metadata["prompt_tokens"], other.metadata["prompt_tokens"])
+        a, b = one.hidden_states[:tokens], other.hidden_states[:tokens]
+        assert error(a, b) < NOISE[a.dtype]
+        if tokens > 1:
+            # The check sees what it is for: a row of a neighbour, or another layer.
+            assert error(a.roll(1, 0), b) > NOISE[a.dtype]
+            assert error(a.roll(1, 1), b) > NOISE[a.dtype]
