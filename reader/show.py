@@ -152,9 +152,13 @@ def remove_rings(name: str, *, force: bool) -> None:
             f"kept {file_name.lstrip('/')}: a group waits for its samples, or it is damaged; see "
             f"`shmconn groups {name}`, or remove it with --force"
         )
+    for file_name in swept.foreign:
+        print(
+            f"kept {file_name.lstrip('/')}: another user made it, and only that user may remove it"
+        )
     for ring in live:
         print(f"kept {ring.file.lstrip('/')}: pid {ring.pid} writes to it")
-    if not (swept.removed or swept.waiting or live):
+    if not (swept.removed or swept.waiting or swept.foreign or live):
         print(f"there was nothing of ring {name} to remove")
 
 

@@ -8,7 +8,7 @@ the name: while the name is there, the rest can be found.
 
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shmconn import doorbell, layout
 from shmconn.errors import Busy, RingMissing, ShmConnError
@@ -30,10 +30,17 @@ AUTOMATIC = "auto-"
 
 @dataclass(frozen=True)
 class Swept:
-    """What a clean-up did: file names of the rings that went, and of the dead that stay."""
+    """What a clean-up did, by file names of rings.
 
-    removed: list[str]
-    waiting: list[str]
+    Attributes:
+        removed: those that went.
+        waiting: dead ones that stay for a group, or because they are damaged.
+        foreign: dead ones of another user, which only that user may remove.
+    """
+
+    removed: list[str] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
 
 
 def clean_up(registry: Registry, *, backlog_counts: bool, force: bool = False) -> Swept:
@@ -43,17 +50,18 @@ def clean_up(registry: Registry, *, backlog_counts: bool, force: bool = False) -
         backlog_counts: whether samples that nobody has subscribed to yet are a reason to stay.
         force: remove dead rings although groups wait for their samples.
     """
-    swept = Swept([], [])
+    swept = Swept()
     if not registry.file.current():
         # The name leads to another registry by now: what lies there is not ours to judge.
         return swept
     registry.undo_dead_registrants()
     for file_name in ring_files(registry.name):
         state = _state(registry, file_name, backlog_counts)
-        if state == "gone" or (force and state == "waiting"):
-            doorbell.unlink(file_name)
-            unlink(file_name)
+        goes = state == "gone" or (force and state == "waiting")
+        if goes and doorbell.unlink(file_name) and unlink(file_name):
             swept.removed.append(file_name)
+        elif goes:
+            swept.foreign.append(file_name)
         elif state == "waiting":
             swept.waiting.append(file_name)
     _remove_unused(registry)
@@ -104,9 +112,10 @@ def _remove_unused(registry: Registry) -> None:
     # Whoever waits for R holds none, and finds by the link count that the name has gone.
     if ring_files(registry.name) or registry.locks.held(layout.LOCK_R + 1, layout.LOCK_R):
         return
-    for group in range(layout.GROUPS):
-        doorbell.unlink(doorbell.group_doorbell(registry.name, group))
-    unlink(registry.file.name)
+    bells = [doorbell.group_doorbell(registry.name, group) for group in range(layout.GROUPS)]
+    # While a doorbell is left, so is the name by which its owner's next clean-up finds it.
+    if all([doorbell.unlink(bell) for bell in bells]):
+        unlink(registry.file.name)
 
 
 def sweep_others(own: str) -> list[str]:

@@ -32,7 +32,8 @@ class Doorbell:
         if self._semaphore is None:
             step("doorbell")
             flags = posix_ipc.O_CREAT if self._create else 0
-            with contextlib.suppress(posix_ipc.ExistentialError, posix_ipc.PermissionsError):
+            # No descriptor left (OSError): a wake-up less, never a fault in who publishes.
+            with contextlib.suppress(posix_ipc.Error, OSError):
                 self._semaphore = posix_ipc.Semaphore(f"/{self.name}", flags, self._mode, 0)
                 if self._create and self._mode != 0o600:
                     # The umask took the group's bits.
@@ -65,14 +66,25 @@ class Doorbell:
         with contextlib.suppress(posix_ipc.BusyError, posix_ipc.SignalError):
             self._semaphore.acquire(timeout_s)
 
+    def __del__(self) -> None:
+        # posix_ipc would keep it mapped for ever: a page of each ring that was ever read.
+        semaphore = getattr(self, "_semaphore", None)
+        if semaphore is not None:
+            semaphore.close()
+
 
 def group_doorbell(name: str, group: int) -> str:
     """Name of the semaphore of a group."""
     return f"shmconn.{name}.g{group}"
 
 
-def unlink(name: str) -> None:
-    """Takes the name of a semaphore away, if it is there."""
+def unlink(name: str) -> bool:
+    """Takes the name of a semaphore away, if it is there; false if it is another user's."""
     step("unlink")
-    with contextlib.suppress(posix_ipc.ExistentialError):
+    try:
         posix_ipc.unlink_semaphore(f"/{name}")
+    except posix_ipc.ExistentialError:
+        return True
+    except posix_ipc.PermissionsError:
+        return False
+    return True

@@ -9,6 +9,7 @@
     ├── LayoutMismatch       a segment of another version of shmconn
     ├── AccessDenied         another user's segment (PermissionError)
     ├── NoSpace              /dev/shm is too small for the ring (OSError)
+    ├── NoDescriptors        this process may open no more files (OSError)
     ├── Busy                 a lock could not be had in time (TimeoutError)
     ├── RegistryFull         no group or member row is free
     ├── ProducerDied         all that was published is read, and the producer was killed
@@ -77,6 +78,19 @@ class NoSpace(ShmConnError, OSError):
         return str(self.args[1])
 
     def __reduce__(self) -> tuple[type["NoSpace"], tuple[str]]:
+        return type(self), (str(self),)
+
+
+class NoDescriptors(ShmConnError, OSError):
+    """This process, or this host, may open no more files. Nothing is lost: try again later."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(errno.EMFILE, message)
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+    def __reduce__(self) -> tuple[type["NoDescriptors"], tuple[str]]:
         return type(self), (str(self),)
 
 

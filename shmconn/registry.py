@@ -252,7 +252,7 @@ class Registry:
         if taken + new > layout.GROUPS:
             raise RegistryFull(_full_text(self))
 
-    def register(self, wish: Group, mode: int = 0o600) -> int:
+    def register(self, wish: Group) -> int:
         """Row of a group, which is made if it is not there. Under R.
 
         A new group takes over what nobody has subscribed to yet, if there is such; else it starts
@@ -268,10 +268,10 @@ class Registry:
         states = [self.state(group) for group in range(layout.GROUPS)]
         if layout.NAMELESS in states:
             group = states.index(layout.NAMELESS)
-            self._describe(group, wish, mode)
+            self._describe(group, wish)
         else:
             group = states.index(layout.FREE)
-            self._describe(group, wish, mode)
+            self._describe(group, wish)
             self.set_state(group, layout.REGISTERING)
             # A fence between the state and the loads of `published`: what is published after
             # them is published with this row in sight.
@@ -280,7 +280,7 @@ class Registry:
         self.set_state(group, layout.ACTIVE)
         return group
 
-    def _describe(self, group: int, wish: Group, mode: int) -> None:
+    def _describe(self, group: int, wish: Group) -> None:
         row = layout.group_row(group)
         name = wish.name.encode("ascii")
         kind = layout.BY_HANDLE if wish.by_handle else layout.EVERY_SAMPLE
@@ -288,7 +288,8 @@ class Registry:
         self.words.store(row + layout.GROUP_DURABLE, 0)
         self.words.store(row + layout.GROUP_NAME_LENGTH, len(name))
         self.words.write(row + layout.GROUP_NAME, name)
-        Doorbell(group_doorbell(self.name, group), create=True, mode=mode)
+        # Whoever may open the registry is to ring it too.
+        Doorbell(group_doorbell(self.name, group), create=True, mode=self.file.mode)
 
     def start_after_published(self, group: int) -> None:
         """Makes a group need only what will be published from now on. Under R."""

@@ -27,6 +27,7 @@ from shmconn.fill import Fill, Stored, encode_json, encode_token_ids
 from shmconn.handle import Handle, digest_of, format_size
 from shmconn.layout import RingShape
 from shmconn.ledger import Ledger
+from shmconn.segment import descriptors_named
 from shmconn.slots import Slots
 from shmconn.stall import Blocker, Stall
 from shmconn.start import Plan, Started, start
@@ -100,13 +101,15 @@ class Producer:
         Raises:
             OptionError: an argument is wrong.
             NoSpace: /dev/shm is too small; nothing is left behind.
+            NoDescriptors: this process may open no more files.
             Busy: the registry is locked for 5 s; names the holder.
             RegistryFull: there are more than 16 groups.
         """
         plan = Plan.checked(
             name, size, layer_ids, hidden_size, dtype, page_size, slots, groups, mode, engine_id
         )
-        return cls(start(plan), unclaimed_ttl_s)
+        with descriptors_named(f"ring {name!r}"):
+            return cls(start(plan), unclaimed_ttl_s)
 
     def close(self) -> None:
         """Ends the ring cleanly: readers get all that was published, then a normal end."""

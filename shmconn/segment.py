@@ -11,7 +11,9 @@ import errno
 import mmap
 import os
 import re
+import resource
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +23,7 @@ from shmconn import layout
 from shmconn.errors import (
     AccessDenied,
     LayoutMismatch,
+    NoDescriptors,
     NoSpace,
     OptionError,
     RingMissing,
@@ -33,6 +36,10 @@ from shmconn.words import Words, step
 
 _RING = re.compile(r"shmconn\.([A-Za-z0-9_-]{1,64})\.([0-9a-f]{32})")
 _REGISTRY = re.compile(r"shmconn\.([A-Za-z0-9_-]{1,64})")
+_FILES_GONE = {
+    "This process already has the maximum number of files open": errno.EMFILE,
+    "The system limit on the total number of open files has been reached": errno.ENFILE,
+}
 # posix_fallocate of tmpfs cannot be interrupted: 1 GiB is a fifth of a second.
 _RESERVE_CHUNK = 1 << 30
 
@@ -82,6 +89,11 @@ class ShmFile:
     def size(self) -> int:
         """Bytes, as the kernel has it."""
         return os.fstat(self._fd).st_size
+
+    @property
+    def mode(self) -> int:
+        """Who may open it, as chmod has it."""
+        return stat.S_IMODE(os.fstat(self._fd).st_mode)
 
     def current(self) -> bool:
         """Whether the name still leads to this very file."""
@@ -160,6 +172,8 @@ class RingSegment:
         count = head.load(layout.LAYERS)
         self.layer_ids = tuple(head.load(layout.LAYER_IDS + 8 * i) for i in range(count))
         self.registry_id = head.read(layout.RING_REGISTRY_ID, 16)
+        # Each mapping takes a descriptor.
+        del head
         self.map = file.map(self.shape.size if whole else self.shape.data)
         self.words = Words(self.map)
         file.close_descriptor()
@@ -283,11 +297,45 @@ def registry_names() -> list[str]:
     return sorted(match[1] for match in matches if match)
 
 
-def unlink(file_name: str) -> None:
-    """Takes the name away; whoever has the segment mapped keeps it."""
+def unlink(file_name: str) -> bool:
+    """Takes the name away; whoever has the segment mapped keeps it.
+
+    Returns:
+        Whether the name is gone; another user's file stays (/dev/shm is sticky).
+    """
     step("unlink")
-    with contextlib.suppress(posix_ipc.ExistentialError):
+    try:
         posix_ipc.unlink_shared_memory(f"/{file_name}")
+    except posix_ipc.ExistentialError:
+        return True
+    except posix_ipc.PermissionsError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def descriptors_named(what: str) -> Iterator[None]:
+    """Says "too many open files" as an error that names who wants to open one, and what helps.
+
+    Raises:
+        NoDescriptors: what runs inside could open no file.
+    """
+    try:
+        yield
+    except OSError as error:
+        # posix_ipc gives words in place of a number.
+        number = error.errno or _FILES_GONE.get(str(error))
+        if number not in _FILES_GONE.values() or isinstance(error, NoDescriptors):
+            raise
+        if number == errno.ENFILE:
+            text = "this host may open no more files: raise the sysctl fs.file-max"
+        else:
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            text = (
+                f"this process may have no more than {most} files open: raise that (ulimit -n), or "
+                f"close some; /proc/{os.getpid()}/fd shows which they are"
+            )
+        raise NoDescriptors(f"{what} takes a file descriptor, and {text}") from error
 
 
 def headroom() -> tuple[int, int | None]:

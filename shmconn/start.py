@@ -179,9 +179,11 @@ def _make(registry: Registry, plan: Plan) -> tuple[RingSegment, Doorbell]:
         with registry.exclusive():
             registry.check(plan.groups)
             for wish in plan.groups:
-                registry.register(wish, plan.mode)
+                registry.register(wish)
             registry.words.store(layout.EPOCH, registry.words.load(layout.EPOCH) + 1)
             head.store(layout.MAGIC, layout.RING_MAGIC)
+        # What registered groups must not fail for want of the descriptor that this mapping takes.
+        del head
         return RingSegment(file, whole=True), bell
     except BaseException:
         with registry.exclusive():
@@ -191,9 +193,10 @@ def _make(registry: Registry, plan: Plan) -> tuple[RingSegment, Doorbell]:
 
 def _undo(registry: Registry, file_name: str, file: ShmFile | None) -> None:
     """Takes back a ring that could not be made. Under R."""
+    # Also a file that was made and could not be opened twice: nobody else has this name.
+    unlink_doorbell(file_name)
+    unlink(file_name)
     if file is not None:
-        unlink_doorbell(file_name)
-        unlink(file_name)
         file.close()
     clean_up(registry, backlog_counts=True)
 

@@ -33,7 +33,7 @@ from shmconn.handle import Handle, check_name
 from shmconn.member import Member, RingView
 from shmconn.registry import Group
 from shmconn.sample import Sample
-from shmconn.segment import RingSegment, ring_files, split_ring_name
+from shmconn.segment import RingSegment, descriptors_named, ring_files, split_ring_name
 
 _log = logging.getLogger("shmconn")
 _SAY_EVERY_S = 10.0
@@ -85,7 +85,8 @@ def subscribe(
     Raises:
         OptionError: a name is wrong, or the group exists with another kind.
         RingMissing: there is no such ring; lists those there are.
-        AccessDenied, LayoutMismatch, SegmentCorrupt, RegistryFull, Busy: see the classes.
+        AccessDenied, LayoutMismatch, SegmentCorrupt, RegistryFull, NoDescriptors, Busy: see the
+            classes.
     """
     if group is None:
         raise OptionError("subscribe needs a group: the name of whom you read for, e.g. 'trainer'")
@@ -99,19 +100,21 @@ def subscribe(
     if not follow:
         # A ring that cannot be read is told before joining: to leave again would give up what
         # the group has just been given in the others.
-        for file_name in ring_files(name):
-            RingSegment.attach(file_name, whole=False)
-    member = Member.join(
-        name,
-        Group(group, by_handle),
-        create=True,
-        durable=durable,
-        background=background,
-        wait_s=5.0,
-    )
-    return Subscription(
-        name, group, member, wait_s=wait_s, follow=follow, by_handle=by_handle, pin=pin
-    )
+        with descriptors_named(f"a subscription of ring {name!r}"):
+            for file_name in ring_files(name):
+                RingSegment.attach(file_name, whole=False)
+    with descriptors_named(f"a subscription of ring {name!r}"):
+        member = Member.join(
+            name,
+            Group(group, by_handle),
+            create=True,
+            durable=durable,
+            background=background,
+            wait_s=5.0,
+        )
+        return Subscription(
+            name, group, member, wait_s=wait_s, follow=follow, by_handle=by_handle, pin=pin
+        )
 
 
 def the_only_ring() -> str:
@@ -306,10 +309,18 @@ class Subscription:
         )
 
     def _look_for_rings(self) -> int:
-        """Attaches rings that came since; returns the epoch of the look."""
+        """Attaches rings that came since; returns the epoch of the look.
+
+        Raises:
+            NoDescriptors: one could not be opened; the next call tries again.
+        """
         epoch = self._member.registry.words.load(layout.EPOCH)
-        if epoch == self._epoch:
-            return epoch
+        if epoch != self._epoch:
+            with descriptors_named(f"the next generation of ring {self.name!r}"):
+                self._attach_rings(epoch)
+        return epoch
+
+    def _attach_rings(self, epoch: int) -> None:
         pending = False
         for file_name in ring_files(self.name):
             generation = split_ring_name(file_name).generation
@@ -337,7 +348,6 @@ class Subscription:
                 self._views[generation] = RingView(ring, counted=self._looked, pin=self._pin)
         if not pending:
             self._epoch = epoch
-        return epoch
 
     # --- one request's sample -------------------------------------------------------------------
 

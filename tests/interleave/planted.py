@@ -339,16 +339,16 @@ def the_backlog_stays_nameless(patch: Patch) -> None:
     """15: the first group does not take over the nameless row."""
     register = Registry.register
 
-    def wrong(self: Registry, wish: Group, mode: int = 0o600) -> int:
+    def wrong(self: Registry, wish: Group) -> int:
         states = [self.state(group) for group in range(layout.GROUPS)]
         if self.find(wish.name) is None and layout.NAMELESS in states:
             group = states.index(layout.FREE)
-            self._describe(group, wish, mode)
+            self._describe(group, wish)
             self.set_state(group, layout.REGISTERING)
             self.start_after_published(group)
             self.set_state(group, layout.ACTIVE)
             return group
-        return register(self, wish, mode)
+        return register(self, wish)
 
     patch.setattr(Registry, "register", wrong)
 
