@@ -21,12 +21,14 @@ class Blocker:
     """A group that needs the oldest sample of the ring.
 
     Attributes:
-        group: its name, or "" for samples that nobody has subscribed to yet.
+        group: its name, or "" for samples that nobody has subscribed to yet, or while it is made.
         row: its row in the registry.
         by_handle: whether it gets its samples by handle only.
-        pid, host: of the member that holds the oldest sample, 0 and "" if nobody claimed it.
+        pid, host: of the member that holds the oldest sample, 0 and "" if nobody claimed it; of a
+            group that is being made, the pid of who makes it.
         alive: whether that member, or else any member of the group, is alive.
         samples: published samples that the group still needs.
+        joining: the group is being made; until it is, nothing can be taken back.
     """
 
     group: str
@@ -36,9 +38,15 @@ class Blocker:
     host: str
     alive: bool
     samples: int
+    joining: bool = False
 
     def text(self, ring: str) -> str:
         """What it is and what helps, for people."""
+        if self.joining:
+            return (
+                f"pid {self.pid} is making a new group, or was stopped while it did: continue or "
+                "end it"
+            )
         if not self.group:
             return f"nobody has subscribed yet: start a reader, as `shmconn drain {ring} --to DIR`"
         who = f"group {self.group!r} needs {self.samples} samples"
@@ -130,6 +138,10 @@ class Stall:
 
     def _blocker(self, group: int, slot: int, stored: Mapping[int, Stored]) -> Blocker:
         registry, ring = self._registry, self._ring
+        samples = sum(needs(registry, ring, group, s, kept.seq) for s, kept in stored.items())
+        if registry.state(group) == layout.REGISTERING:
+            maker = registry.words.load(layout.NOTE_R)
+            return Blocker("", group, False, maker, "", True, samples, joining=True)
         word = ring.words.load(ring.shape.hold_at(group, slot))
         code = word & 0xFFFF
         claimed = word >> 16 == stored[slot].seq and 1 <= code <= layout.MEMBERS
@@ -140,7 +152,7 @@ class Stall:
             pid=registry.member_word(group, code - 1, layout.MEMBER_PID) if claimed else 0,
             host=registry.host(group, code - 1) if claimed else "",
             alive=registry.alive(group, code - 1) if claimed else registry.any_alive(group),
-            samples=sum(needs(registry, ring, group, s, kept.seq) for s, kept in stored.items()),
+            samples=samples,
         )
 
     def text(self, stored: Mapping[int, Stored], free_pages: int, free_slots: int) -> str:

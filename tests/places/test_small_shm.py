@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows 7 and 8: a /dev/shm of 64 MiB, as containers have it."""
+
+import gc
+import os
+import random
+from functools import partial
+
+import pytest
+from crash.survivors import Reader
+from harness import figures, payload
+from harness.isolation import left_of
+from harness.processes import Child, Shared
+
+from places.namespaces import own_shm
+from shmconn.errors import NoSpace
+from shmconn.handle import format_size
+from shmconn.layout import RingShape
+from shmconn.ring import Producer
+from shmconn.subscription import subscribe
+
+pytestmark = pytest.mark.usefixtures("namespaces")
+
+MIB = 1 << 20
+LAYERS = list(range(32))  # 8 KiB a token
+WRAPS = 20
+
+
+def create(name: str, size: int, groups: tuple[str, ...] = ()) -> Producer:
+    return Producer.create(
+        name,
+        size=size,
+        layer_ids=LAYERS,
+        hidden_size=payload.HIDDEN,
+        dtype="float32",
+        groups=groups,
+    )
+
+
+def free() -> int:
+    status = os.statvfs("/dev/shm")
+    return status.f_bavail * status.f_frsize
+
+
+def read_all(name: str, group: str, shared: Shared) -> None:
+    problems: list[str] = []
+    reader = Reader(subscribe(name, group), problems)
+    reader.read_until("the end", lambda: reader.over)
+    reader.subscription.close()
+    (got,) = reader.got.values()
+    assert problems == []
+    assert got == list(range(1, len(got) + 1))
+    shared.words[0] = len(got)
+
+
+def test_a_ring_in_64_mib_wraps_many_times_though_the_rest_is_filled_up(ring: str) -> None:
+    shared = Shared()
+
+    def run() -> None:
+        own_shm(64)
+        dice = random.Random(1)
+        producer = create(ring, 48 * MIB, ("one", "two"))
+        logs = [Shared(), Shared()]
+        readers = [
+            Child(lambda group=group, log=log: read_all(ring, group, log), log)
+            for group, log in zip(("one", "two"), logs, strict=True)
+        ]
+        area = producer.shape.pages * producer.shape.page_size
+        written = 0
+        filler = -1
+        while written < WRAPS * area:
+            tokens = dice.randint(1, 120)
+            while payload.put(producer, tokens) is None:
+                shared.words[1] += 1
+                producer.wait(0.1)
+            written += tokens * producer.bytes_per_token
+            if filler < 0 and written > area:
+                # Whatever else takes the rest of the memory, the ring has its own.
+                filler = os.open("/dev/shm/filler", os.O_CREAT | os.O_RDWR)
+                os.posix_fallocate(filler, 0, free())
+        assert free() == 0
+        producer.close()
+        for reader, log in zip(readers, logs, strict=True):
+            reader.finish()
+            assert log.words[0] == producer.published
+        assert left_of(ring) == []
+        shared.words[0] = producer.published
+
+    Child(run, shared).finish()
+    figures.record(
+        "8",
+        "samples through a ring of 48 MiB in a full /dev/shm of 64 MiB, two groups",
+        trials=shared.words[0],
+        exercised=shared.words[0],
+        failures=0,
+        wraps=WRAPS,
+        times_full=shared.words[1],
+    )
+    assert shared.words[1] > 0
+
+
+def test_every_size_around_the_limit_fits_whole_or_is_refused_with_the_sizes(ring: str) -> None:
+    shared = Shared()
+    page = 65536
+
+    def run() -> None:
+        own_shm(64)
+        room = free() // page * page
+        for around in (room // 2, room, 2 * room):
+            for pages in range(-6, 7):
+                size = around + pages * page
+                before = free()
+                shared.words[0] += 1
+                try:
+                    producer = create(ring, size)
+                except NoSpace as error:
+                    shared.words[1] += 1
+                    assert format_size(RingShape.of_size(size, page, None).size) in str(error)
+                    for said in ("are free", "--shm-size", "smaller"):
+                        assert said in str(error)
+                else:
+                    # Each page is there: a touch of one that is not would be SIGBUS.
+                    producer.data_area[:: page // 2] = bytes(len(producer.data_area[:: page // 2]))
+                    producer.close()
+                    del producer
+                    gc.collect()
+                assert os.listdir("/dev/shm") == [], f"left at {size}: {os.listdir('/dev/shm')}"
+                assert free() == before
+
+    child = Child(run, shared)
+    child.finish()
+    tried, refused = shared.words[0], shared.words[1]
+    figures.record(
+        "8",
+        "sizes of a ring around what /dev/shm holds",
+        trials=tried,
+        exercised=refused,
+        failures=0,
+        signals=0,
+    )
+    assert 0 < refused < tried
+
+
+def test_creators_that_race_for_the_room_get_it_whole_or_leave_nothing(ring: str) -> None:
+    shared = Shared()
+    rounds = 30
+
+    def run() -> None:
+        own_shm(64)
+        for round_ in range(rounds):
+            go, arrived = os.pipe(), Shared(8)
+
+            def race(racer: int, round_: int, go: tuple[int, int], arrived: Shared) -> None:
+                # Half of the rounds under one name, half under names of their own.
+                name = ring if round_ % 2 else f"{ring}-{racer}"
+                os.read(go[0], 1)
+                try:
+                    producer = create(name, 24 * MIB)
+                except NoSpace:
+                    return
+                arrived.words[racer] = 1
+                producer.data_area[::4096] = bytes(len(producer.data_area[::4096]))
+                os.read(go[0], 1)
+                producer.close()
+
+            racers = [Child(partial(race, n, round_, go, arrived), Shared(1)) for n in range(4)]
+            os.write(go[1], b"x" * 8)
+            for racer in racers:
+                racer.finish()
+            os.close(go[0])
+            os.close(go[1])
+            won = sum(arrived.words[:4])
+            shared.words[0] += won > 0
+            shared.words[1] += 0 < won < 4
+            left = os.listdir("/dev/shm")
+            assert left == [], f"round {round_}: left {left}"
+
+    Child(run, shared).finish()
+    figures.record(
+        "8",
+        "four creators race for room for two",
+        trials=rounds,
+        exercised=shared.words[1],
+        failures=0,
+        rounds_in_which_somebody_won=shared.words[0],
+    )
+    assert shared.words[1] > rounds // 2
