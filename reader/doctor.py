@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 import shmconn
+from reader.show import fill_of, wait_for
 from shmconn.directory import groups as groups_of
 from shmconn.directory import rings as rings_of
 from shmconn.errors import RingMissing, ShmConnError
@@ -28,6 +29,7 @@ from shmconn.segment import headroom
 OK, WARN, BAD = "ok", "warn", "bad"
 _STYLES = {OK: "green", WARN: "yellow", BAD: "red"}
 _SHM = "/dev/shm"
+_FULL = 0.9  # share of a ring's pages
 _SMALL_SHM = 1 << 30  # bytes; Docker gives 64 MiB
 _HOW = "docker run --shm-size=16g, or --ipc=host; Kubernetes: an emptyDir of medium Memory"
 # On the CPU wheel these die in warm-up, or never load the drafter.
@@ -220,11 +222,14 @@ def check_rings() -> list[Finding]:
             groups = groups_of(name)
         except RingMissing:
             continue
+        full = [ring for ring in rings if ring.name == name and fill_of(ring) >= _FULL]
         for group in groups:
-            if group.name and group.members and not group.alive and sum(group.needed.values()):
-                text = f"dead, and {sum(group.needed.values())} samples wait for it"
-                remedy = f"start it again, or shmconn groups rm {name} {group.name}"
-                found.append(Finding(f"group {group.name} of {name}", WARN, text, remedy))
+            wait = wait_for(name, group)
+            if wait is None or (group.alive and not full):
+                continue
+            fill = "".join(f"; ring {r.generation[:8]} is {fill_of(r):.0%} full" for r in full)
+            subject = f"group {group.name or '(not subscribed yet)'} of {name}"
+            found.append(Finding(subject, WARN, wait.text + fill, wait.remedy))
     return found or [Finding("rings", OK, "none is left over")]
 
 

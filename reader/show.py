@@ -5,7 +5,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -21,6 +21,8 @@ from shmconn.errors import RingMissing
 from shmconn.handle import format_size
 from shmconn.subscription import missing_text, the_only_ring
 
+# A live group whose oldest sample waits for so long is told of.
+_LATE_S = 10.0
 _STYLES = {"live": "green", "closed": "dim", "dead": "yellow", "damaged": "red"}
 
 
@@ -97,6 +99,7 @@ def stat(name: str | None, *, as_json: bool) -> None:
             table.add_row(label, fact)
         _print(table)
     _print(_groups_table(groups))
+    _print_waits(name, groups)
 
 
 def _facts(ring: RingInfo) -> list[tuple[str, str]]:
@@ -133,6 +136,7 @@ def list_groups(name: str | None, *, as_json: bool) -> None:
         print(json.dumps([_plain_group(group) for group in groups]))
         return
     _print(_groups_table(groups))
+    _print_waits(name, groups)
 
 
 def remove_group(name: str, group: str) -> None:
@@ -169,6 +173,40 @@ def group_state(group: GroupInfo) -> str:
     if group.alive:
         return "reading"
     return "dead" if group.members else "no member"
+
+
+class Wait(NamedTuple):
+    """What waits for a group, who holds it, and the command that helps."""
+
+    text: str
+    remedy: str
+
+
+def wait_for(name: str, group: GroupInfo) -> Wait | None:
+    """What a ring waits for: a dead group, a first reader, or a live one that is late."""
+    needed = sum(group.needed.values())
+    late = time.time() - group.oldest_ns / 1e9 > _LATE_S
+    if not needed or (group.alive and not late):
+        return None
+    oldest = f"the oldest, {group.oldest_request_id!r}, for {age(group.oldest_ns)}"
+    if not group.name:
+        text = f"{needed:,} samples wait for a first reader, {oldest}"
+        return Wait(text, f"start one, as shmconn drain {name} --to DIR")
+    holders = [
+        f"pid {member.pid} on {member.host} ({'alive' if member.alive else 'dead'}) holds "
+        f"{member.leases:,}"
+        for member in group.members
+        if member.leases
+    ]
+    text = "; ".join([f"{needed:,} samples wait for group {group.name}, {oldest}", *holders])
+    if group.alive:
+        return Wait(text, "if a reader is stuck, continue or end it: its group gets what it held")
+    return Wait(text, f"start it again, or give them up with shmconn groups rm {name} {group.name}")
+
+
+def _print_waits(name: str, groups: Sequence[GroupInfo]) -> None:
+    for wait in filter(None, (wait_for(name, group) for group in groups)):
+        print(f"{wait.text}\n  -> {wait.remedy}")
 
 
 def _groups_table(groups: Sequence[GroupInfo]) -> Table:

@@ -50,15 +50,17 @@ class Blocker:
         if not self.group:
             return f"nobody has subscribed yet: start a reader, as `shmconn drain {ring} --to DIR`"
         who = f"group {self.group!r} needs {self.samples} samples"
+        give_up = (
+            f"start it again, or give its samples up with `shmconn groups rm {ring} {self.group}`"
+        )
         if self.pid:
-            state = "alive" if self.alive else "dead"
-            return f"{who}, the oldest is held by pid {self.pid} on {self.host} ({state})"
+            holder = f"the oldest is held by pid {self.pid} on {self.host}"
+            if self.alive:
+                return f"{who}, {holder} (alive): if that process is stuck, continue or end it"
+            return f"{who}, {holder} (dead): {give_up}"
         if self.alive:
             return f"{who}, the oldest is unclaimed, its members are alive"
-        return (
-            f"{who} and has no live member: start it again, or give its samples up with "
-            f"`shmconn groups rm {ring} {self.group}`"
-        )
+        return f"{who} and has no live member: {give_up}"
 
 
 def _engine_pids() -> set[int]:
