@@ -40,13 +40,14 @@ STARTS, IDLE, ALLOCATES, FILLS, PUBLISHES, WAITS = range(len(PHASES))
 class Log:
     """What all of them write down, by group, life of the producer, and sequence number."""
 
-    def __init__(self, lives: int) -> None:
+    def __init__(self, lives: int, seqs: int = SEQS) -> None:
         self.lives = lives
+        self.seqs = seqs
         self.generations = self._array(np.uint64, (lives, 2))
         self.acked = self._array(np.uint64, (lives,))
         self.first_at = self._array(np.float64, (lives,))
-        self.received = self._array(np.uint8, (len(GROUPS), lives, SEQS + 1))
-        self.released = self._array(np.uint8, (len(GROUPS), lives, SEQS + 1))
+        self.received = self._array(np.uint8, (len(GROUPS), lives, seqs + 1))
+        self.released = self._array(np.uint8, (len(GROUPS), lives, seqs + 1))
         # By role: what it is doing, how many leases it has, and what it ever received.
         self.phase = self._array(np.int64, (len(ROLES),))
         self.leases = self._array(np.int64, (len(ROLES),))
@@ -105,7 +106,7 @@ def produce(name: str, log: Log, life: int, seed: int) -> None:
             log.phase[0] = PUBLISHES
 
     words.watch(filling)
-    while producer.published < SEQS:
+    while producer.published < log.seqs:
         log.phase[0] = ALLOCATES
         if payload.put(producer, dice.randint(1, MAX_TOKENS), chunks=4, passes=24) is None:
             log.phase[0] = WAITS
@@ -173,9 +174,11 @@ def read(name: str, log: Log, role: int, seed: int) -> None:
 class Load:
     """One ring name under load. ``run`` kills, ``finish`` reads the rest and makes the account."""
 
-    def __init__(self, name: str, seed: int, lives: int, mean_life_s: float = 0.03) -> None:
+    def __init__(
+        self, name: str, seed: int, lives: int, mean_life_s: float = 0.03, seqs: int = SEQS
+    ) -> None:
         self.name = name
-        self.log = Log(lives)
+        self.log = Log(lives, seqs)
         self.tally = Tally()
         self._dice = random.Random(seed)
         self._mean = mean_life_s
@@ -253,16 +256,17 @@ class Load:
         self._zombies.append(child)
         if len(self._zombies) > 32:
             self._reap()
+        leases = int(self.log.leases[role]) if role else 0
+        if role:
+            self.tally.leases_killed += leases + 1  # and one that it may just have claimed
         if not counts:
             return
-        self.tally.kills["producer" if role == 0 else "reader"] += 1
+        self.tally.kills["reader" if role else "producer"] += 1
         if role == 0:
             self.tally.phases[PHASES[self.log.phase[0]]] += 1
             self._killed_at[self._life] = time.monotonic()
         else:
-            leases = int(self.log.leases[role])
             self.tally.holding += leases > 0
-            self.tally.leases_killed += leases + 1  # and one that it may just have claimed
 
     def _reap(self) -> None:
         for child in self._zombies:

@@ -40,14 +40,19 @@ def record(
         exercised: in how many the race, or the fault, really took place.
         failures: in how many a promise was broken.
         recovery_s: seconds until the others had recovered, one per trial.
-        more: further figures; numbers are added up, of the rest the last counts.
+        more: further figures; numbers and lists are added up, but of what is called longest or
+            most the largest counts, and of the rest the last.
     """
     key = (row, what)
     line = _rows.setdefault(key, {"row": row, "what": what})
     counts = {"trials": trials, "exercised": exercised, "failures": failures, **more}
     for name, value in counts.items():
-        adds = isinstance(value, int) and name in line
-        line[name] = line[name] + value if adds else value
+        if name not in line:
+            line[name] = value
+        elif name.startswith(("longest", "most")):
+            line[name] = max(line[name], value)
+        else:
+            line[name] = line[name] + value if isinstance(value, int | list) else value
     _recoveries.setdefault(key, []).extend(recovery_s)
 
 

@@ -6,6 +6,7 @@ off, a schedule is followed only where it leads to something new.
 """
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -91,9 +92,17 @@ class _Depth(Chooser):
         return choice
 
 
-def exhaustive(make: Make, bound: int, *, most: int = 1 << 30, warm_up: int = 30) -> Report:
-    """All schedules with at most ``bound`` preemptions, or the first ``most``."""
+def exhaustive(
+    make: Make,
+    bound: int,
+    *,
+    most: int = 1 << 30,
+    seconds: float = float("inf"),
+    warm_up: int = 30,
+) -> Report:
+    """All schedules with at most ``bound`` preemptions, or those of the first ``seconds``."""
     touched = Touched()
+    over = time.monotonic() + seconds
     for seed in range(warm_up):
         run, violations = make(Priorities(seed, 100, 4), touched)
         touched.adopt()
@@ -101,16 +110,16 @@ def exhaustive(make: Make, bound: int, *, most: int = 1 << 30, warm_up: int = 30
             return Report(1, violations=violations, schedule=" ".join(run.switches))
     while True:
         # Places that turn out to be shared only now were not handed over at before: start again.
-        report = _search(make, bound, most, touched)
+        report = _search(make, bound, most, over, touched)
         if report.violations or not touched.adopt() or not report.complete:
             return report
 
 
-def _search(make: Make, bound: int, most: int, touched: Touched) -> Report:
+def _search(make: Make, bound: int, most: int, over: float, touched: Touched) -> Report:
     report = Report(preemptions=bound)
     path: list[_Node] = []
     seen: dict[int, int] = {}
-    while report.schedules + report.cut < most:
+    while report.schedules + report.cut < most and time.monotonic() < over:
         run, violations = make(_Depth(path, bound, seen), touched)
         report.points = max(report.points, len(path))
         report.states = len(seen)
