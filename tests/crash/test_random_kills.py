@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows 2, 3 and 22: SIGKILL at random times, under load, and of readers that hold leases."""
 
+import faulthandler
 import os
 import random
 import secrets
@@ -16,6 +17,7 @@ from crash import load, planted
 from crash.survivors import PAGES, SLOTS, Reader, create
 from shmconn.subscription import subscribe
 
+MANY = int(os.environ.get("SHMCONN_KILLS", "50000"))
 SEED = int(os.environ.get("SHMCONN_SEED", "0")) or secrets.randbits(32)
 
 
@@ -81,7 +83,8 @@ def test_random_kills_find_a_planted_fault(
 
 @pytest.mark.long
 def test_many_random_kills_under_load_lose_and_tear_nothing(ring: str) -> None:
-    kill_at_random(ring, 50_000, 1000)
+    faulthandler.cancel_dump_traceback_later()
+    kill_at_random(ring, MANY, 1000)
 
 
 def test_leases_of_a_killed_reader_come_free_unreaped_or_not(ring: str) -> None:
