@@ -224,7 +224,8 @@ def doctor(as_json: JsonOption = False) -> None:
 @app.command()
 def bench(
     what: Annotated[
-        str, typer.Argument(metavar="ring|files", help="The hand-over, or the drain to files.")
+        str,
+        typer.Argument(metavar="ring|files|input", help="Hand-over, drain, or batches."),
     ] = "ring",
     sample_mib: Annotated[int, typer.Option(min=1, help="MiB of a sample.")] = 64,
     samples: Annotated[int, typer.Option(min=4, help="Samples of one measurement.")] = 24,
@@ -237,14 +238,17 @@ def bench(
 
     - `shmconn bench`
     - `shmconn bench files --samples 12`
+    - `shmconn bench input`
     - `shmconn bench ring --sample-mib 16 --json`
     """
-    if what not in ("ring", "files"):
-        raise OptionError(f"bench {what!r} is unknown: use ring or files")
+    if what not in ("ring", "files", "input"):
+        raise OptionError(f"bench {what!r} is unknown: use ring, files or input")
     if what == "ring":
         from reader.bench.ring import run
-    else:
+    elif what == "files":
         from reader.bench.files import run
+    else:
+        from reader.bench.input import run
     raise typer.Exit(run(sample_mib=sample_mib, samples=samples, repeats=repeats, json_out=as_json))
 
 

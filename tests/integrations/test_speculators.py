@@ -291,3 +291,21 @@ def test_more_members_than_fit_are_an_error_that_says_what_to_lower(
             one._subscription.close()
     until(lambda: not group_names(producer.name), "all to leave")
     assert rings(producer.name)
+
+
+def test_the_bench_restates_speculators_collation(tmp_path: Path) -> None:
+    from speculators.train.data import CollateFn
+
+    from reader.bench import input as bench
+
+    items = []
+    for number, tokens in enumerate((5, 16, 40, 9)):
+        token_ids = torch.tensor(ids(number, tokens))
+        loaded = {"hidden_states": states(number, tokens), "token_ids": token_ids}
+        items.append(bench._item(loaded, torch.ones(tokens, dtype=torch.bool)))
+    want = CollateFn(64, 8, 2)(items)
+    got = bench.collate(items, 64)
+    assert want.pop("error_records") == 0
+    assert set(want) == set(got)
+    for name, part in got.items():
+        assert torch.equal(part, want[name]), name
