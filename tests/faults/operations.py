@@ -73,7 +73,7 @@ class World:
         todo = self.dice.choices(
             ("begin", "publish", "discard", "next", "release", "give_back", "reclaim")
             + ("join", "leave", "die", "remove", "bury"),
-            (30, 30, 2, 40, 50, 3, 6, 3, 2, 1, 4, 1),
+            (30, 30, 2, 40, 50, 3, 6, 3, 2, 2, 4, 1),
         )[0]
         if getattr(self, todo)() is not False:
             self.mix[todo] += 1
