@@ -10,9 +10,9 @@ import pytest
 from crash.survivors import Reader
 from harness import figures, payload
 from harness.isolation import left_of
-from harness.processes import Child, Shared
+from harness.processes import Child, Shared, kill_at
 
-from places.namespaces import own_shm
+from places.namespaces import own_shm, until
 from shmconn.errors import NoSpace
 from shmconn.handle import format_size
 from shmconn.layout import RingShape
@@ -185,3 +185,47 @@ def test_creators_that_race_for_the_room_get_it_whole_or_leave_nothing(ring: str
         rounds_in_which_somebody_won=shared.words[0],
     )
     assert shared.words[1] > rounds // 2
+
+
+def test_twenty_killed_producers_in_a_row_leave_room_for_the_next(ring: str) -> None:
+    """A ring takes three quarters of /dev/shm: two never fit, so each start clears the last."""
+    shared = Shared()
+    cycles = 20
+
+    def live_until_killed(log: Shared, step: int) -> None:
+        if step:
+            kill_at(step, log, looks=True)
+        producer = create(ring, 48 * MIB)
+        while True:
+            if payload.put(producer, 100) is None:
+                producer.wait(0.1)
+            log.words[2] += 1
+
+    def run() -> None:
+        own_shm(64)
+        dice = random.Random(2)
+        for cycle in range(cycles):
+            log = Shared()
+            # Some in their start, most at work.
+            step = dice.randint(1, 120) if cycle % 4 == 0 else 0
+            child = Child(partial(live_until_killed, log, step), log)
+            until(lambda log=log, child=child: log.words[2] > 9 or not child.running, "work")
+            child.kill()
+            child.reap()
+            assert child.status == -9, log.note
+            shared.words[1] += log.words[2] > 0
+            rings = [name for name in left_of(ring) if not name.startswith("sem.")]
+            assert len(rings) <= 2, f"cycle {cycle}: {rings}"  # one ring, one registry
+        create(ring, 48 * MIB).close()
+        gc.collect()
+        assert left_of(ring) == []
+        shared.words[0] = cycles
+
+    Child(run, shared).finish()
+    figures.record(
+        "12",
+        "start and SIGKILL in a /dev/shm that holds one ring",
+        trials=shared.words[0],
+        exercised=shared.words[1],
+        failures=0,
+    )
