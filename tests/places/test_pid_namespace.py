@@ -13,7 +13,9 @@ from harness import figures, payload
 from harness.processes import Child, Shared
 
 from places.namespaces import ended, in_pid_namespace, reached, until
+from shmconn import layout
 from shmconn.directory import groups, remove_group, remove_rings, rings
+from shmconn.registry import Registry
 from shmconn.segment import ring_files
 from shmconn.subscription import subscribe
 
@@ -118,6 +120,28 @@ def test_leases_of_a_reader_killed_in_another_pid_namespace_go_to_its_mate(ring:
     mate.subscription.close()
     remove_group(ring, "pair")
     assert problems == []
+
+
+def test_liveness_by_pid_would_be_seen(damaged_ring: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = damaged_ring
+
+    def alive(self: Registry, group: int, member: int) -> bool:
+        pid = self.member_word(group, member, layout.MEMBER_PID)
+        return bool(pid) and os.path.exists(f"/proc/{pid}")
+
+    problems: list[str] = []
+    monkeypatch.setattr("crash.survivors.PATIENCE_S", 0.5)
+    monkeypatch.setattr(Registry, "alive", alive)
+    producer = create(ring, ("pair",))
+    mate = Reader(subscribe(ring, "pair"), problems)
+    payload.put(producer)
+    victim = in_pid_namespace(hold, ring, 1)
+    with ended(victim):
+        reached(victim, 1, "a lease")
+        victim.kill()
+    mate.read_until("its lease", producer.reclaim)
+    figures.detected("3", "kills in another PID namespace", 1, [] if problems else ["by pid"])
+    assert problems
 
 
 def test_two_members_that_are_both_pid_1_are_told_apart(ring: str) -> None:

@@ -4,6 +4,7 @@
 import gc
 import os
 import random
+import signal
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from shmconn.errors import NoSpace
 from shmconn.handle import format_size
 from shmconn.layout import RingShape
 from shmconn.ring import Producer
+from shmconn.segment import ShmFile
 from shmconn.subscription import subscribe
 
 pytestmark = pytest.mark.usefixtures("namespaces")
@@ -229,3 +231,20 @@ def test_twenty_killed_producers_in_a_row_leave_room_for_the_next(ring: str) -> 
         exercised=shared.words[1],
         failures=0,
     )
+
+
+def test_a_ring_that_is_not_reserved_would_be_seen_as_a_signal(
+    ring: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ShmFile, "reserve", lambda self, size, what: os.ftruncate(self._fd, size))
+
+    def run() -> None:
+        own_shm(64)
+        producer = create(ring, 128 * MIB)
+        producer.data_area[::4096] = bytes(len(producer.data_area[::4096]))
+
+    child = Child(run)
+    assert child.wait()
+    child.reap()
+    figures.detected("8", "touching every page", 1, [] if child.status == -signal.SIGBUS else ["x"])
+    assert child.status == -signal.SIGBUS
