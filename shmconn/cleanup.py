@@ -11,12 +11,13 @@ import os
 from dataclasses import dataclass, field
 
 from shmconn import doorbell, layout
-from shmconn.errors import Busy, RingMissing, ShmConnError
+from shmconn.errors import Busy, NoDescriptors, RingMissing, ShmConnError
 from shmconn.need import needs
 from shmconn.registry import Registry
 from shmconn.segment import (
     RingSegment,
     ShmFile,
+    descriptors_named,
     path_of,
     registry_file,
     registry_names,
@@ -147,6 +148,10 @@ def clean_name(
 
 
 def try_clean(registry: Registry, wait_s: float = 1.0) -> None:
-    """The clean-up with which every leave and close ends; gives way if R is not to be had."""
-    with contextlib.suppress(Busy), registry.exclusive(wait_s):
+    """The clean-up with which every leave and close ends.
+
+    It gives way, to the next one, if R is not to be had or this process may open no more files.
+    """
+    gives_way = contextlib.suppress(Busy, NoDescriptors)
+    with gives_way, descriptors_named("a clean-up"), registry.exclusive(wait_s):
         clean_up(registry, backlog_counts=True)

@@ -26,7 +26,7 @@ from shmconn.doorbell import Doorbell, group_doorbell
 from shmconn.errors import AccessDenied, LayoutMismatch, SegmentCorrupt
 from shmconn.registry import Group, Registry
 from shmconn.sample import Facts, Row, Sample
-from shmconn.segment import RingSegment, ring_files
+from shmconn.segment import RingSegment, descriptors_named, ring_files
 
 if TYPE_CHECKING:
     import numpy as np
@@ -307,7 +307,8 @@ class Member:
             _leavers.pop(self, None)
             try:
                 if clean:
-                    with self.registry.exclusive():
+                    what = f"leaving ring {self.registry.name!r}"
+                    with descriptors_named(what), self.registry.exclusive():
                         self.registry.leave(self.group, self.row)
                         self.registry.locks.unlock(layout.member_lock(self.group, self.row))
                     try_clean(self.registry)

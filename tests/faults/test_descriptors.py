@@ -165,6 +165,32 @@ def test_a_reader_that_cannot_open_the_next_generation_says_so_and_loses_nothing
     run(ring, "follow", script)
 
 
+def test_ends_without_descriptors_are_clean_and_leave_the_rest_to_the_next(ring: str) -> None:
+    def script() -> None:
+        producer = create(ring, ("stays",))
+        stays, goes = subscribe(ring, "stays"), subscribe(ring, "goes")
+        payload.put(producer)
+        for reader in (stays, goes):
+            sample = reader.next(5)
+            assert sample is not None
+            sample.release()
+            del sample
+        fill_gaps()
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_now(), limits[1]))
+        goes.close()
+        producer.close()
+        assert stays.next(1) is None and stays.ended
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        # The ring's files could not be looked at; the next end does it.
+        assert [group.name for group in groups(ring)] == ["stays"]
+        stays.close()
+        assert left_of(ring) == []
+
+    Child(script).finish()
+    figures.record("28", "ends without a descriptor left", trials=2, exercised=2, failures=0)
+
+
 def test_a_producer_publishes_to_new_groups_without_descriptors(ring: str) -> None:
     """Else the engine would fail at a sample that is already published."""
     shared = Shared()
