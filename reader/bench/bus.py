@@ -99,21 +99,27 @@ class Bus:
         yield "pin", self.seconds(lambda: pinned.copy_(flat, non_blocking=True))
         yield "back", self.seconds(lambda: flat.copy_(pinned, non_blocking=True))
         ids = list(range(tokens))
-        yield "ring", self.seconds(lambda: self._put(ids, blocks))
+        yield "ring", self.seconds(lambda: self.put(ids, blocks))
         yield "capture", self.capture_s
         yield "ring back", self.seconds(self._take)
         index = torch.tensor(blocks)
         yield "stock", self.seconds(lambda: self._save(index, tokens))
         yield "stock back", self.seconds(self._load)
 
-    def _put(self, ids: list[int], blocks: list[int]) -> None:
+    def put(self, ids: list[int], blocks: list[int], timeout_s: float = 10.0) -> None:
+        """One sample out of the cache into the ring; waits for room."""
         self.number += 1
         self.producer.accept(self.number)
-        fill = self.producer.allocate(
-            number=self.number, request_id=f"r{self.number}", token_ids=ids
-        )
-        if fill is None:
-            raise RuntimeError(f"the ring has no room: {self.producer.stall_text()}")
+        deadline = time.monotonic() + timeout_s
+        while (
+            fill := self.producer.allocate(
+                number=self.number, request_id=f"r{self.number}", token_ids=ids
+            )
+        ) is None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the ring has no room: {self.producer.stall_text()}")
+            self.producer.wait(0.1)
+            self.producer.tick()
         began = time.monotonic()
         self.capture.copy(fill, blocks, self.capture.mark())
         self.capture_s = time.monotonic() - began

@@ -60,6 +60,10 @@ class Spec:
         name: ours, stock, throw (extraction, all thrown away), none (no extraction) or both.
         kv_bytes: of the KV cache on the device.
         blocks: scheduler's blocks, instead of what ``kv_bytes`` gives.
+        weights: random ones from a file: dummies are not the same for every ``tp``.
+        tp: tensor-parallel size.
+        gpus: the device numbers that it sees, and ``reader_gpu`` its reader's; all if empty.
+        reads: whether it has a reader of its own.
     """
 
     name: str
@@ -76,6 +80,11 @@ class Spec:
     blocks: int | None = None
     eager: bool = False
     stats: bool = False
+    weights: bool = False
+    tp: int = 1
+    gpus: str = ""
+    reader_gpu: str = ""
+    reads: bool = True
     log: str = "/dev/null"
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -123,13 +132,14 @@ class Spec:
         """Arguments of vLLM's ``LLM``."""
         options: dict[str, Any] = {
             "model": str(model),
-            "load_format": "dummy",
+            "load_format": "auto" if self.weights else "dummy",
             "skip_tokenizer_init": True,
             "dtype": "bfloat16",
             "max_model_len": self.max_model_len,
             "max_num_batched_tokens": self.batched_tokens,
             "max_num_seqs": self.sequences,
             "enforce_eager": self.eager,
+            "tensor_parallel_size": self.tp,
             "disable_log_stats": not self.stats,
             "worker_extension_cls": "reader.bench.stock.Probe",
         }
@@ -155,8 +165,8 @@ class Spec:
         return options
 
 
-def write_model(folder: Path, shape: str) -> Path:
-    """A folder with the configuration of a Qwen3 of this shape; there are no weights."""
+def write_model(folder: Path, shape: str, *, weights: bool = False) -> Path:
+    """A folder with the configuration of a Qwen3 of this shape, and random weights if asked."""
     model = folder / shape
     model.mkdir(parents=True, exist_ok=True)
     config = {
@@ -176,7 +186,15 @@ def write_model(folder: Path, shape: str) -> Path:
         "use_cache": True,
         **_SHAPES[shape],
     }
-    (model / "config.json").write_text(json.dumps(config))
+    if weights:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(1)
+        kind = AutoConfig.for_model(**config)
+        AutoModelForCausalLM.from_config(kind, dtype=torch.bfloat16).save_pretrained(model)
+    else:
+        (model / "config.json").write_text(json.dumps(config))
     return model
 
 
@@ -340,6 +358,35 @@ class _Commands:
             self._llm.collective_rpc("bench_reset")
         return self._llm.collective_rpc("bench_memory")[0]
 
+    def aborted(self, count: int, tokens: int, seed: int) -> int:
+        """Every second request is aborted, one a step; says how many were before their end."""
+        from vllm import SamplingParams
+
+        rng, engine = random.Random(seed), self._llm.llm_engine
+        vocabulary = engine.model_config.get_vocab_size()
+        ids = [f"abort-{seed}-{index}" for index in range(count)]
+        for one in ids:
+            prompt = {"prompt_token_ids": [rng.randrange(3, vocabulary) for _ in range(tokens)]}
+            sampling = SamplingParams(max_tokens=64, ignore_eos=True, detokenize=False)
+            engine.add_request(one, prompt, sampling)
+        ended: set[str] = set()
+        doomed = ids[::2]
+        # A step waits for an answer, so the others keep the engine busy.
+        while engine.has_unfinished_requests():
+            if doomed:
+                engine.abort_request([doomed.pop()])
+            ended |= {answer.request_id for answer in engine.step() if answer.finished}
+        return count - len(ended & set(ids))
+
+    def all_free(self, at_most_s: float = 20.0) -> bool:
+        """Whether all KV blocks are free, or become so: only then can the cache be reset."""
+        deadline = time.monotonic() + at_most_s
+        while not self._llm.reset_prefix_cache():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+
     def preemptions(self) -> int:
         """Preemptions so far."""
         metrics = {metric.name: metric for metric in self._llm.get_metrics()}
@@ -361,16 +408,21 @@ class _Commands:
 
 def start(spec: Spec, folder: Path) -> Child:
     """Starts an engine; its first answer comes when it is up."""
-    write_model(folder, spec.shape)
+    model = folder / spec.shape
+    if not (model / "config.json").exists():
+        write_model(folder, spec.shape, weights=spec.weights)
     # Engines that compile at the same time must not share what they compile.
-    kind = f"{spec.shape}-{spec.name}-{len(spec.layers)}"
+    kind = f"{spec.shape}-{spec.name}-{len(spec.layers)}-{spec.tp}-{spec.gpus.replace(',', '')}"
+    gpus = {"CUDA_VISIBLE_DEVICES": spec.gpus} if spec.gpus else {}
     environment = {
         "VLLM_CACHE_ROOT": str(Path(tempfile.gettempdir()) / "shmconn-bench-cache" / kind),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         **spec.environment,
+        **gpus,
     }
     return Child(
         "reader.bench.engine", [json.dumps(asdict(spec)), str(folder)], spec.log, environment
