@@ -6,14 +6,13 @@ publish, and only then hand its id to the main thread, which reports it so that 
 blocks. An id that is owed a report is handed over exactly once, whatever happened to its sample.
 """
 
-import contextlib
 import logging
 import queue
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from shmconn.capture import Capture
@@ -29,24 +28,28 @@ logger = logging.getLogger("vllm.shmconn")
 HOLD_INTERVAL_S = 0.1
 # While nothing waits but samples are in the ring: how often to take back what readers released.
 IDLE_INTERVAL_S = 1.0
-# How long another thread may keep the interpreter lock while a copy waits for it.
-QUICK_TURN_S = 0.0002
+# How long another thread may keep the interpreter lock while the copier waits for it.
+QUICK_TURN_S = 0.00005
 
 
-@contextlib.contextmanager
-def _quick_turns() -> Iterator[None]:
-    """Lets this thread have the interpreter soon while it hands a sample over.
+class Turns:
+    """How soon the copier gets the interpreter lock from the engine's main thread.
 
-    A copy gives the interpreter lock up at every wait for the device and needs it again after it.
-    An engine that steps without work, as it does while blocks are held, gives it up only every
-    5 ms by itself: as long as a whole copy takes.
+    The copier needs it to wake up, and again after every wait for the device. An engine that
+    steps without work, as it does while blocks are held, gives it up only every 5 ms by itself:
+    as long as a whole copy takes.
     """
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(min(usual, QUICK_TURN_S))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(usual)
+
+    def __init__(self) -> None:
+        self._usual = sys.getswitchinterval()
+
+    def hurry(self) -> None:
+        """Work is there: turns are short from now on."""
+        sys.setswitchinterval(min(self._usual, QUICK_TURN_S))
+
+    def rest(self) -> None:
+        """Nothing can be done now: turns are as they were."""
+        sys.setswitchinterval(self._usual)
 
 
 class Copier:
@@ -76,6 +79,7 @@ class Copier:
         self._waiting: deque[tuple[Work, Any]] = deque()
         self._done: deque[str] = deque()
         self._throttle = Throttle()
+        self._turns = Turns()
         self._deadline: float | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -104,6 +108,8 @@ class Copier:
                 if self._thread is None:
                     self._settle_now(one, ready)
                 else:
+                    if one.reason is None:
+                        self._turns.hurry()
                     self._inbox.put((one, ready))
             except Exception:
                 logger.exception("shmconn lost the sample of request %r", one.request_id)
@@ -147,9 +153,11 @@ class Copier:
         self._receive()
         if not self._waiting:
             return self._deadline is not None
+        self._turns.hurry()
         work, ready = self._waiting[0]
         reason = self._attempt(work, ready)
         if reason == "full":
+            self._turns.rest()
             self._holding()
             self._producer.wait(HOLD_INTERVAL_S)
             self._tick()
@@ -160,6 +168,7 @@ class Copier:
             self._count(self._tally.waited, self._hold.settled())
             self._producer.set_held_since(0)
         if not self._waiting:
+            self._turns.rest()
             self._hold.drained()
         self._show()
         return False
@@ -229,11 +238,10 @@ class Copier:
         began = time.monotonic()
         published = self._producer.published
         try:
-            with _quick_turns():
-                self._capture.copy(
-                    fill, work.blocks, ready, lambda: fill.write_token_ids(work.token_ids)
-                )
-                self._producer.publish(fill)
+            self._capture.copy(
+                fill, work.blocks, ready, lambda: fill.write_token_ids(work.token_ids)
+            )
+            self._producer.publish(fill)
         except Exception:
             # Once it is published its pages belong to the readers, whatever failed afterwards.
             if self._producer.published == published:
