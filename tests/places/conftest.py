@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from harness.isolation import damaged_ring, pytest_terminal_summary, ring
 
-from places.namespaces import namespaces
+from places.namespaces import namespaces, time_namespace
 
-__all__ = ["damaged_ring", "namespaces", "pytest_terminal_summary", "ring"]
+__all__ = ["damaged_ring", "namespaces", "pytest_terminal_summary", "ring", "time_namespace"]

@@ -75,6 +75,13 @@ def namespaces() -> None:
         pytest.skip("makes namespaces, which only root may, and not in every container")
 
 
+@pytest.fixture(scope="session")
+def time_namespace() -> None:
+    """Skips where this process may not make a namespace of time."""
+    if os.geteuid() != 0 or not _try(NEWTIME):
+        pytest.skip("makes a namespace of time, which only root may, on Linux 5.6 or newer")
+
+
 class Inside:
     """A function that runs in a child of a process that has left namespaces."""
 

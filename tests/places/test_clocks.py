@@ -122,7 +122,7 @@ def exchange(name: str, samples: int, shared: Shared) -> None:
     assert problems == [] and shared.words[0] == samples
 
 
-@pytest.mark.usefixtures("namespaces")
+@pytest.mark.usefixtures("time_namespace")
 def test_processes_whose_monotonic_clocks_differ_read_each_other(ring: str) -> None:
     ahead_s = 100_000
     producer = create(ring, ("group",))
@@ -156,7 +156,7 @@ def put_and_wait(name: str, ttl_s: float, shared: Shared) -> None:
         shared.words[3] = producer.free_slots
 
 
-@pytest.mark.usefixtures("namespaces")
+@pytest.mark.usefixtures("time_namespace")
 def test_what_nobody_asks_for_expires_by_the_producers_own_clock(ring: str) -> None:
     producer = in_time_namespace(100_000, put_and_wait, ring, 0.5)
     with ended(producer):
