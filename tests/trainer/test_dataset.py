@@ -6,10 +6,8 @@ import itertools
 import logging
 import pickle
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,25 +18,6 @@ import shmconn
 from shmconn import OptionError, Producer, ProducerDied, SampleLost, subscribe
 from shmconn.collate import Collator
 from shmconn.dataset import SampleDataset
-
-ROLES = Path(__file__).with_name("roles.py")
-
-
-@pytest.fixture
-def role() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
-    """Starts another process of these tests."""
-    started = []
-
-    def start(*words: object) -> "subprocess.Popen[str]":
-        command = [sys.executable, str(ROLES), *map(str, words)]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdout.close()  # type: ignore[union-attr]
 
 
 def line(process: "subprocess.Popen[str]") -> str:

@@ -2,10 +2,9 @@
 """The rules of docs/trainer.md on how long a tensor lives, those that no other test shows."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from trainer_tools import check, give_up, put, states
 from shmconn import Producer, ProducerDied, subscribe
 from shmconn.sample import Sample
 
-ROLES = Path(__file__).with_name("roles.py")
 Tensor = torch.Tensor
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trainer.md"
@@ -184,15 +182,14 @@ def test_a_traceback_holds_what_its_frames_held(make: Callable[..., Producer]) -
 
 
 def test_neither_the_producer_s_death_nor_its_ring_s_removal_takes_a_tensor_away(
-    make: Callable[..., Producer], ring_name: str
+    make: Callable[..., Producer], role: Callable[..., Any], ring_name: str
 ) -> None:
-    process = subprocess.Popen([sys.executable, str(ROLES), "produce_and_die", ring_name, "3", "0"])
+    role("produce_and_die", ring_name, 3, 0)
     samples = []
     with pytest.raises(ProducerDied), subscribe(ring_name, "g", wait_s=60) as subscription:
         for sample in subscription:
             samples.append(sample)
             del sample
-    process.wait()
     del subscription
     # The next life of the ring, under the same name, is other memory.
     producer = make(groups=["g"])

@@ -4,7 +4,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +40,6 @@ def load(dataset: SampleDataset, method: str = "fork", workers: int = 2, **optio
         multiprocessing_context=method,
         **options,
     )
-
-
-@pytest.fixture
-def role() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
-    """Starts another process of these tests."""
-    started = []
-
-    def start(*words: object) -> "subprocess.Popen[str]":
-        command = [sys.executable, str(ROLES), *map(str, words)]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdout.close()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("method", METHODS)
