@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One server for all tests of this folder that can share it."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,12 @@ import shmconn
 HERE = Path(__file__).parent
 # A sample takes one page or more: the ring holds 14 short ones, and 500 tokens are a third.
 RING = {"ring_size": "15MiB", "page_size": "1MiB", "no_reader_timeout_s": 2}
+
+
+@pytest.fixture(autouse=True)
+def vllm_s_log_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM keeps its log from the root, where pytest listens."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
 
 @pytest.fixture(scope="session")

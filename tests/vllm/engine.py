@@ -147,9 +147,13 @@ class Engine:
             log_stats=True,
         )
         handshakes = [worker.get_handshake_metadata() for worker in self.workers]
-        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, rank): one for rank, one in enumerate(handshakes) if one is not None}
-        )
+        words = {rank: one for rank, one in enumerate(handshakes) if one is not None}
+        if hasattr(self.scheduler.connector, "set_xfer_handshake_metadata_pp_aware"):
+            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
+                {(0, rank): one for rank, one in words.items()}
+            )
+        else:
+            self.scheduler.connector.set_xfer_handshake_metadata(words)
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, ranks)
         self.sampled = itertools.count(30_000)
         self.requests: dict[str, Request] = {}

@@ -5,15 +5,23 @@ What a mode must show is asserted here; where vLLM itself refuses, its own words
 """
 
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from offline import Offline, agree, error, planted, set_up
-from server import MODEL, make_model, make_tiny_model, prompt
+from offline import (
+    Offline,
+    agree,
+    error,
+    planted,
+    prompt,
+    random_model,
+    reference,
+    set_up,
+)
+from server import make_model
 
 PROMPTS = [prompt(length, length) for length in (1, 5, 40, 127, 128, 129, 300)]
 SHARED = prompt(280, 1)
@@ -35,6 +43,30 @@ def batched_and_alone(engine: Offline, **options: Any) -> None:
     agree(again, batched[-2:] * 2)
 
 
+def tiny(folder: Path) -> Path:
+    """A small Llama."""
+    return random_model(
+        folder / "tiny",
+        "llama",
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
+
+
+def like_transformers(engine: Offline, model: Path, noise: float = 1e-3) -> None:
+    """One prompt's rows beside those that transformers computes."""
+    ids = prompt(200, 51)
+    (sample,) = engine.round([ids], max_tokens=1)
+    rows = reference(model, ids, engine.layers)
+    print("ERROR", error(sample.hidden_states, rows))
+    assert error(sample.hidden_states, rows) < noise
+    assert error(sample.hidden_states.roll(1, 1), rows) > noise
+
+
 def abort_one(engine: Offline) -> None:
     """One of two requests is aborted amid its prefill."""
     from vllm import SamplingParams
@@ -53,7 +85,7 @@ def abort_one(engine: Offline) -> None:
 
 def plain(folder: Path) -> None:
     """Chunks, a shared prefix, several answers, an abort, and a prefix cache that is reset."""
-    engine = Offline(make_tiny_model(folder / "tiny"))
+    engine = Offline(tiny(folder))
     batched_and_alone(engine)
     several = engine.round([prompt(33, 61), prompt(34, 62)], n=3)
     assert [one.tokens for one in several] == [35] * 3 + [36] * 3
@@ -63,31 +95,16 @@ def plain(folder: Path) -> None:
 
 def smollm(folder: Path) -> None:
     """The demo's model: rows are those that transformers computes."""
-    from transformers import AutoModelForCausalLM
-
-    layers = [8, 15, 22, 30]
-    engine = Offline(make_model(), load_format="auto", layers=layers)
+    engine = Offline(make_model(), layers=[8, 15, 22, 30])
     batched_and_alone(engine)
-    ids = prompt(200, 51)
-    (sample,) = engine.round([ids], max_tokens=1)
-    model = AutoModelForCausalLM.from_pretrained(str(MODEL), dtype=torch.float32).model
-    rows: list[torch.Tensor] = []
-    for layer in layers:
-        model.layers[layer - 1].register_forward_hook(
-            lambda module, args, output: rows.append(
-                (output[0] if isinstance(output, tuple) else output).reshape(len(ids), -1)
-            )
-        )
-    with torch.inference_mode():
-        model(torch.tensor([ids]), use_cache=False)
-    assert error(sample.hidden_states, torch.stack(rows, 1)) < 1e-3
+    like_transformers(engine, make_model())
     abort_one(engine)
     engine.close(lost=1)
 
 
 def runner_v2(folder: Path) -> None:
     """The second model runner."""
-    engine = Offline(make_tiny_model(folder / "tiny"))
+    engine = Offline(tiny(folder))
     print("RUNNER", type(engine.core.model_executor.driver_worker.worker.model_runner).__module__)
     batched_and_alone(engine)
     abort_one(engine)
@@ -116,7 +133,7 @@ def lora(folder: Path) -> None:
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "bias": "none"}
     settings |= {"target_modules": list(outputs), "task_type": "CAUSAL_LM"}
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
-    engine = Offline(make_model(), load_format="auto", enable_lora=True, max_lora_rank=rank)
+    engine = Offline(make_model(), enable_lora=True, max_lora_rank=rank)
     request = LoRARequest("random", 1, str(adapter))
     batched_and_alone(engine, lora_request=request)
     with_it = engine.round(PROMPTS[2:4], lora_request=request)
@@ -128,7 +145,7 @@ def lora(folder: Path) -> None:
 
 def prompt_embeds(folder: Path) -> None:
     """A prompt of embeddings beside one of tokens; the rows are those of the tokens meant."""
-    engine = Offline(make_model(), load_format="auto", enable_prompt_embeds=True)
+    engine = Offline(make_model(), enable_prompt_embeds=True)
     ids = prompt(150, 81)
     (reference,) = engine.round([ids])
     model = engine.core.model_executor.driver_worker.worker.model_runner.model
@@ -143,7 +160,7 @@ def prompt_embeds(folder: Path) -> None:
 
 def pooling(folder: Path) -> None:
     """A pooling request to an engine that generates is refused by vLLM, and all goes on."""
-    engine = Offline(make_tiny_model(folder / "tiny"))
+    engine = Offline(tiny(folder))
     try:
         engine.llm.embed([{"prompt_token_ids": prompt(9, 1)}])
     except ValueError as refusal:
@@ -156,7 +173,7 @@ def pooling(folder: Path) -> None:
 
 def sleep(folder: Path) -> None:
     """To sleep and awake between requests."""
-    engine = Offline(make_tiny_model(folder / "tiny"))
+    engine = Offline(tiny(folder))
     first = engine.round(PROMPTS[:3])
     for level in (1, 2):
         engine.llm.sleep(level)
@@ -165,22 +182,12 @@ def sleep(folder: Path) -> None:
     engine.close()
 
 
-def config_of(folder: Path, **fields: Any) -> Path:
-    """A model without weights, of another architecture, with SmolLM2's tokenizer."""
-    folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(make_model() / name, folder / name)
-    common = {"vocab_size": 49152, "bos_token_id": 1, "eos_token_id": 2, "num_hidden_layers": 4}
-    (folder / "config.json").write_text(json.dumps(common | fields))
-    return folder
-
-
 def mla(folder: Path) -> None:
     """DeepSeek-V2's latent attention."""
-    model = config_of(
+    model = random_model(
         folder / "mla",
-        architectures=["DeepseekV2ForCausalLM"],
-        model_type="deepseek_v2",
+        "deepseek_v2",
+        num_hidden_layers=4,
         hidden_size=256,
         intermediate_size=512,
         moe_intermediate_size=128,
@@ -191,7 +198,7 @@ def mla(folder: Path) -> None:
         qk_nope_head_dim=128,
         qk_rope_head_dim=64,
         v_head_dim=128,
-        n_routed_experts=None,
+        n_routed_experts=4,
         first_k_dense_replace=4,
         max_position_embeddings=2048,
         rms_norm_eps=1e-6,
@@ -199,16 +206,17 @@ def mla(folder: Path) -> None:
     )
     engine = Offline(model, dtype="bfloat16")
     batched_and_alone(engine)
+    like_transformers(engine, model, 0.05)
     abort_one(engine)
     engine.close(lost=1)
 
 
 def hybrid(folder: Path) -> None:
     """Qwen3-Next: three layers of linear attention to one of full attention."""
-    model = config_of(
+    model = random_model(
         folder / "hybrid",
-        architectures=["Qwen3NextForCausalLM"],
-        model_type="qwen3_next",
+        "qwen3_next",
+        num_hidden_layers=4,
         hidden_size=256,
         intermediate_size=512,
         num_attention_heads=4,
@@ -219,9 +227,11 @@ def hybrid(folder: Path) -> None:
         linear_value_head_dim=64,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        num_experts=0,
-        decoder_sparse_step=1,
-        mlp_only_layers=[0, 1, 2, 3],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        mlp_only_layers=[0, 1, 2],
         layer_types=["linear_attention"] * 3 + ["full_attention"],
         max_position_embeddings=2048,
         rms_norm_eps=1e-6,
@@ -233,12 +243,17 @@ def hybrid(folder: Path) -> None:
     groups = engine.core.scheduler.kv_cache_config.kv_cache_groups
     print("GROUPS", [(type(one.kv_cache_spec).__name__, len(one.layer_names)) for one in groups])
     batched_and_alone(engine)
+    like_transformers(engine, model, 0.05)
     abort_one(engine)
     engine.close(lost=1)
 
 
 def beside(other: dict[str, Any]) -> Callable[[str], dict[str, Any]]:
     """A MultiConnector of ours and this one."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    # The MultiConnector looks the class of a child's metrics up by name alone.
+    KVConnectorFactory.register_connector("PlantedConnector", "planted", "PlantedConnector")
 
     def transfer(ring: str) -> dict[str, Any]:
         return {
@@ -254,7 +269,7 @@ def offloading(folder: Path) -> None:
     """Beside vLLM's own offloading of KV blocks to the host."""
     other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     other["kv_connector_extra_config"] = {"cpu_bytes_to_use": 1 << 28}  # type: ignore[assignment]
-    engine = Offline(make_tiny_model(folder / "tiny"), transfer=beside(other))
+    engine = Offline(tiny(folder), transfer=beside(other))
     batched_and_alone(engine)
     abort_one(engine)
     engine.close(lost=1)
@@ -265,7 +280,7 @@ def example(folder: Path) -> None:
     store = folder / "kv"
     other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     other["kv_connector_extra_config"] = {"shared_storage_path": str(store)}  # type: ignore[assignment]
-    engine = Offline(make_tiny_model(folder / "tiny"), transfer=beside(other))
+    engine = Offline(tiny(folder), transfer=beside(other))
     batched_and_alone(engine)
     assert any(store.iterdir())
     engine.close()

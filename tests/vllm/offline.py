@@ -4,7 +4,9 @@
 A script of its own, as vLLM is set up by environment variables: `python modes.py NAME FOLDER`.
 """
 
+import atexit
 import os
+import random
 import secrets
 import time
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from server import remove_ring
+from rings import remove_ring
 
 import shmconn
 from shmconn import directory
@@ -36,6 +38,40 @@ def set_up(folder: Path) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "SHMCONN_TWINS": str(twins),
     }
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    """Token ids that look like nothing else."""
+    rng = random.Random(seed)
+    return [rng.randrange(100, 40_000) for _ in range(tokens)]
+
+
+def random_model(folder: Path, model_type: str, **fields: Any) -> Path:
+    """A model with random weights, such that its layers differ."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    common = {"vocab_size": 49152, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.05}
+    config = AutoConfig.for_model(model_type, **common | fields)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def reference(model: Path, ids: list[int], layers: Sequence[int]) -> torch.Tensor:
+    """What transformers computes in float32: layer k is the output of the k-th block."""
+    from transformers import AutoModelForCausalLM
+
+    body = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32).model
+    rows: list[torch.Tensor] = []
+    for layer in layers:
+        body.layers[layer - 1].register_forward_hook(
+            lambda module, args, output: rows.append(
+                (output[0] if isinstance(output, tuple) else output).reshape(len(ids), -1)
+            )
+        )
+    with torch.inference_mode():
+        body(torch.tensor([ids]), use_cache=False)
+    return torch.stack(rows, 1)
 
 
 def planted(ring: str, ring_size: str = "16MiB") -> dict[str, Any]:
@@ -68,11 +104,12 @@ class Offline:
         from vllm import LLM
 
         self.ring = f"t-{secrets.token_hex(6)}"
+        atexit.register(remove_ring, self.ring)
         self.layers = list(layers)
         self.llm = LLM(
             **{
                 "model": str(model),
-                "load_format": "dummy",
+                "skip_tokenizer_init": True,
                 "dtype": "float32",
                 "max_model_len": 512,
                 "max_num_batched_tokens": 128,
@@ -124,8 +161,8 @@ class Offline:
             n=n,
             max_tokens=max_tokens,
             temperature=0.0 if n == 1 else 1.0,
-            seed=None if n == 1 else 1,
             ignore_eos=True,
+            detokenize=False,
             extra_args={"kv_transfer_params": wish},
         )
         given = [{"prompt_token_ids": one} if isinstance(one, list) else one for one in prompts]
@@ -167,7 +204,9 @@ class Offline:
         assert self.usage == 0 and not self.core.scheduler.requests
         for sample in samples:
             twin = torch.load(
-                Path(os.environ["SHMCONN_TWINS"]) / f"{sample.handle.generation}-{sample.number}.pt"
+                Path(os.environ["SHMCONN_TWINS"])
+                / f"{sample.handle.generation}-{sample.number}.pt",
+                map_location="cpu",
             )
             assert sample.hidden_states.shape == twin.shape
             assert sample.hidden_states.dtype == twin.dtype
@@ -197,10 +236,6 @@ class Offline:
     def _ends(self) -> list[Any]:
         assert self.reader.next(timeout=10) is None and self.reader.ended
         return list(self.reader.ends)
-
-    def clear(self) -> None:
-        """After a failure."""
-        remove_ring(self.ring)
 
 
 def error(got: torch.Tensor, reference: torch.Tensor) -> float:

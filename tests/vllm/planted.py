@@ -50,7 +50,6 @@ class PlantedConnector(ShmHiddenStatesConnector):  # type: ignore[misc]
         super().register_kv_caches(kv_caches)
         if self._worker.identity is None:
             return
-        self._cache = self._worker._capture._cache.states
         copier, producer = self._worker._copier, self._worker._producer
         current = ""
 
@@ -80,10 +79,11 @@ class PlantedConnector(ShmHiddenStatesConnector):  # type: ignore[misc]
         return super().get_finished(finished_req_ids)
 
     def _save_twin(self, work: Any) -> None:
-        block = self._cache.shape[1]
-        rows = [
-            self._cache[work.blocks[token // block], token % block].clone()
-            for token in range(len(work.token_ids))
-        ]
+        cache = self._worker._capture._cache
+        rows = []
+        for token in range(len(work.token_ids)):
+            index, place = divmod(token, cache.block)
+            block = work.blocks[index // cache.expand] * cache.expand + index % cache.expand
+            rows.append(cache.states[block, place].clone())
         name = f"{self._worker.identity.generation}-{work.number}.pt"
-        torch.save(torch.stack(rows), Path(os.environ["SHMCONN_TWINS"]) / name)
+        torch.save(torch.stack(rows).cpu(), Path(os.environ["SHMCONN_TWINS"]) / name)

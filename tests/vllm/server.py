@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+from rings import remove_ring
 
 import shmconn
 from shmconn import directory
@@ -263,15 +264,6 @@ class Server:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not settled: {info}")
             time.sleep(0.02)
-
-
-def remove_ring(ring: str) -> None:
-    """What a test that failed in the middle may leave of a ring."""
-    with contextlib.suppress(shmconn.RingMissing):
-        for group in directory.groups(ring):
-            if group.name and not group.alive:
-                directory.remove_group(ring, group.name)
-        directory.remove_rings(ring, force=True)
 
 
 def params(reply: Any) -> dict[str, Any]:

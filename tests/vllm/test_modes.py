@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from server import Server, make_tiny_model, prompt, remove_ring, take
+from rings import remove_ring
+from server import Server, make_tiny_model, prompt, take
 
 import shmconn
 from shmconn import directory

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from engine import BLOCK, LAYERS, Engine, transfer_config, vllm_config
-from server import make_model, remove_ring
+from rings import remove_ring
+from server import make_model
 from vllm.v1.core.sched import scheduler as scheduler_module
 
 import shmconn
@@ -215,7 +216,7 @@ def test_ends_of_any_kind_in_any_order_report_each_held_request_once(make: Make)
 
 
 def old_has_finished_requests(self: Any) -> bool:
-    """As engines of 0.18 to 0.21 have it: held requests do not keep them stepping."""
+    """Word for word as vLLM 0.18 to 0.21 have it: held requests do not keep them stepping."""
     return len(self.finished_req_ids) > 0
 
 
@@ -232,6 +233,8 @@ def test_an_engine_that_stops_stepping_gets_its_blocks_in_the_step_after_the_fin
         assert engine.usage == 0 and not engine.scheduler.requests
     info = settled(engine)
     assert info.lost_by_reason == {"dropped": 6 - info.published} and 0 < info.published < 6
+    assert "takes no step while a request's blocks are held, so a request that" in caplog.text
+    assert "is lost: there is no room, and it is not waited for" in caplog.text
     reader = Reader(engine)
     engine.add("last", ids(30, 9))
     while len(reader.samples) < info.published:
@@ -243,6 +246,10 @@ def test_an_engine_that_stops_stepping_gets_its_blocks_in_the_step_after_the_fin
     samples = reader.finish()
     check_whole(engine, samples)
     assert "after" in samples and engine.usage == 0
+    with shmconn.subscribe(ring_of(engine), "probe", by_handle=True) as probe:
+        with pytest.raises(shmconn.SampleLost) as caught:
+            probe.get(engine.replies["r5"], timeout=10)
+        assert caught.value.reason == "dropped"
 
 
 def test_without_that_path_such_an_engine_would_keep_its_blocks(

@@ -12,7 +12,7 @@ import torch
 from engine import HIDDEN_LAYER, fake_config, hidden_cache, transfer_config, vllm_config
 from server import make_model
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 import shmconn
@@ -33,7 +33,7 @@ def test_the_connector_is_found_by_name_and_registering_twice_is_no_error() -> N
 def test_the_connector_is_found_by_its_module_path() -> None:
     config = transfer_config({}, kv_connector_module_path="shmconn.connector")
     assert KVConnectorFactory.get_connector_class(config) is ShmHiddenStatesConnector
-    assert KVConnectorFactory.supports_hma_config(config)
+    assert supports_hma(KVConnectorFactory.get_connector_class(config))
 
 
 @pytest.mark.parametrize(

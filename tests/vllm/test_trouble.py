@@ -10,6 +10,7 @@ from server import BLOCK, WATCHDOG_S, Server, params, prompt, take
 
 import shmconn
 from shmconn import directory
+from shmconn.handle import Handle
 
 pytestmark = pytest.mark.vllm
 # Pages of the shared server's ring, and so the short samples that fit.
@@ -119,8 +120,8 @@ def test_streams_cut_at_any_moment_leave_no_block_and_no_number_behind(
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(slam, range(16)))
         list(pool.map(cut, range(12)))
-    server.complete(prompt(6, 2))
-    after = server.wait_settled()
+    last = Handle.parse(params(server.complete(prompt(6, 2))))
+    after = server.wait_settled(last.number)
     left = after.published - before.published
     take(reader, left)
     adds_up(before, after)
