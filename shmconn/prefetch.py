@@ -48,6 +48,15 @@ class CudaPrefetcher:
         self.device = torch.device(device)
         if self.device.type not in ("cuda", "cpu"):
             raise OptionError(f"device {str(device)!r} must be a CUDA device or the CPU")
+        if (
+            self.device.type == "cuda"
+            and isinstance(source, SampleDataset)
+            and source.collator is None
+        ):
+            raise OptionError(
+                "a dataset without a collator gives samples, which stay in the ring: "
+                "SampleDataset(..., collator=Collator(max_len, device='cuda'))"
+            )
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise OptionError(f"device {str(device)!r}: there is no CUDA device here")
         if depth < 1:

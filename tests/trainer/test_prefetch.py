@@ -101,6 +101,8 @@ def test_wrong_arguments_are_named() -> None:
         CudaPrefetcher([], "meta")
     with pytest.raises(OptionError, match="depth 0"):
         CudaPrefetcher([], "cpu", depth=0)
+    with pytest.raises(OptionError, match="a dataset without a collator gives samples"):
+        CudaPrefetcher(SampleDataset("x"))
     if not torch.cuda.is_available():
         with pytest.raises(OptionError, match="no CUDA device"):
             CudaPrefetcher([])
