@@ -112,14 +112,19 @@ def name_before_doorbell(patch: pytest.MonkeyPatch) -> None:
     pending: list[str] = []
     unlink, unlink_bell = cleanup.unlink, doorbell.unlink
 
-    def wrong(file_name: str) -> None:
-        unlink(file_name)
+    def wrong(file_name: str) -> bool:
+        gone = unlink(file_name)
         for bell in pending:
             unlink_bell(bell)
         pending.clear()
+        return gone
+
+    def later(bell: str) -> bool:
+        pending.append(bell)
+        return True
 
     patch.setattr(cleanup, "unlink", wrong)
-    patch.setattr(doorbell, "unlink", pending.append)
+    patch.setattr(doorbell, "unlink", later)
 
 
 def registry_before_the_rings(patch: pytest.MonkeyPatch) -> None:

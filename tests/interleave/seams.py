@@ -124,7 +124,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(segment, "os", _Os())
     # Doorbells only save time, and time stands still.
     patch.setattr(doorbell.Doorbell, "open", lambda self: False)
-    patch.setattr(doorbell, "unlink", lambda name: None)
+    patch.setattr(doorbell, "unlink", lambda name: True)
     patch.setattr(doorbell.Doorbell, "post", lambda self: None)
     patch.setattr(doorbell.Doorbell, "clear", lambda self: None)
     patch.setattr(segment, "headroom", lambda: (1 << 40, None))
@@ -326,12 +326,13 @@ def _see_files(patch: pytest.MonkeyPatch) -> None:
         _saw("size", size)
         return size
 
-    def see_unlink(file_name: str) -> None:
+    def see_unlink(file_name: str) -> bool:
         _about((), (NAMES, ("name", file_name)))
-        unlink(file_name)
+        gone = unlink(file_name)
         _there.discard(file_name)
         if run is not None:
             run.remember((("name", file_name),), 0)
+        return gone
 
     def see_ring_files(name: str | None = None) -> list[str]:
         _about((NAMES,))

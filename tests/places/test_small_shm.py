@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows 7 and 8: a /dev/shm of 64 MiB, as containers have it."""
 
+import faulthandler
 import gc
 import os
 import random
@@ -239,6 +240,7 @@ def test_a_ring_that_is_not_reserved_would_be_seen_as_a_signal(
     monkeypatch.setattr(ShmFile, "reserve", lambda self, size, what: os.ftruncate(self._fd, size))
 
     def run() -> None:
+        faulthandler.disable()  # the signal is what is looked for
         own_shm(64)
         producer = create(ring, 128 * MIB)
         producer.data_area[::4096] = bytes(len(producer.data_area[::4096]))
