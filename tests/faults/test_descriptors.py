@@ -63,6 +63,7 @@ class Limit:
         self._shared = shared
         self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         fill_gaps()
+        gc.freeze()  # so that collections look at what came since only
 
     def until_it_works(
         self, what: str, use: Callable[[], Made], after_a_failure: Callable[[], object] = int

@@ -31,7 +31,7 @@ def live(name: str, shared: Shared) -> None:
 
 
 def test_starts_clear_every_dead_ring_and_never_a_live_one(ring: str) -> None:
-    rounds, tries_a_round = 100, 10
+    rounds, tries_a_round = 50, 20
     dice = random.Random(3)
     reclaimed = dead_rings = 0
     recovery_s = []
@@ -142,7 +142,7 @@ def start_together(ring: str, rounds: int) -> None:
 
 
 def test_many_starts_at_once_get_a_ring_each_and_leave_nothing(ring: str) -> None:
-    start_together(ring, 20)
+    start_together(ring, 10)
 
 
 @pytest.mark.long
