@@ -118,11 +118,12 @@ class Lane:
         self._ids_read = device.event(sleep=True)
         # A sleeper wakes 0.2 ms late, which the other lane's chunk covers; after the last chunk
         # nothing does, so that one is waited for spinning.
-        self._sent = device.event(sleep=True)
-        self._sent_last = device.event(sleep=False)
+        self._sleep = device.event(sleep=True)
+        self._spin = device.event(sleep=False)
+        self._sent = self._sleep
         self._target: torch.Tensor | None = None
 
-    def send(self, blocks: Sequence[int], target: torch.Tensor, ready: Any) -> None:
+    def send(self, blocks: Sequence[int], target: torch.Tensor, ready: Any, *, last: bool) -> None:
         """Queues one chunk: the first rows of these blocks go to ``target``, after ``ready``."""
         if self._bounce is not None:
             self.finish()
@@ -138,15 +139,15 @@ class Lane:
             source = self._rows[:rows].view(-1)
             for piece in self._device.pieces(landing):
                 landing[piece].copy_(source[piece], non_blocking=True)
+            self._sent = self._spin if last else self._sleep
             self._sent.record(self._stream)
-            self._sent_last.record(self._stream)
         self._target = target
 
-    def finish(self, *, last: bool = False) -> None:
-        """Waits until this lane's chunk is in its slot; ``last``: no other is under way."""
+    def finish(self) -> None:
+        """Waits until this lane's chunk is in its slot."""
         if self._target is None:
             return
-        (self._sent_last if last else self._sent).synchronize()
+        self._sent.synchronize()
         if self._bounce is not None:
             np.copyto(self._target.numpy(), self._bounce[: self._target.shape[0]].numpy())
         self._target = None
@@ -219,7 +220,8 @@ class DeviceCapture:
                 at = first * self._cache.block
                 rows = target[at : at + self._chunk * self._cache.block]
                 lane, other = other, lane
-                lane.send(ids[first : first + self._chunk], rows, ready)
+                last = first + self._chunk >= len(ids)
+                lane.send(ids[first : first + self._chunk], rows, ready, last=last)
                 # Both lanes are busy, and the next turn may have to wait for the first of them.
                 if meanwhile is not None and turn == len(self._lanes) - 1:
                     meanwhile()
@@ -227,7 +229,7 @@ class DeviceCapture:
             if meanwhile is not None:
                 meanwhile()
             other.finish()
-            lane.finish(last=True)
+            lane.finish()
         except BaseException:
             # The slot's pages are somebody else's once this is left.
             for lane in self._lanes:

@@ -94,7 +94,7 @@ def layers(run: Run) -> None:
                     name, "qwen3-0.6b", chosen, ring_size="6GiB", kv_bytes=6 << 30
                 )
         team.start(specs)
-        in_turn(run, team, list(team.engines), *((4, 200) if run.tiny else (64, 2048)))
+        in_turn(run, team, list(team.engines), *((4, 200) if run.tiny else (256, 2048)))
 
 
 def eager(run: Run) -> None:
