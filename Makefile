@@ -2,7 +2,7 @@
 # PYTHON chooses the interpreter for .venv; DTYPE=bfloat16 runs the demo as people run vLLM.
 SHELL := /bin/bash
 BIN := .venv/bin
-.PHONY: help demo model test test-long check bench clean venv
+.PHONY: help demo model test test-long compat check bench clean venv
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -18,6 +18,9 @@ test: venv model  ## All tests of the push tier, real vLLM included
 
 test-long: venv model  ## The tests that take minutes to hours
 	@$(BIN)/python -m pytest -m long
+
+compat: venv model  ## vLLM 0.28, 0.26 and 0.22 on the CPU, and the newest's connector interface
+	@.ci/compat.sh
 
 check: venv  ## Lint, format and types
 	@$(BIN)/ruff check .
