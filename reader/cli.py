@@ -36,6 +36,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for script
 
 def main() -> NoReturn:
     """Run a command; a user's mistake is one line on stderr, never a traceback."""
+    _open_standard_streams()
     try:
         app()
     except ShmConnError as error:
@@ -46,6 +47,16 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILED)
     sys.exit(0)
+
+
+def _open_standard_streams() -> None:
+    """Give 0, 1 and 2 something to lead to, or the next file takes the number, and what a library
+    prints goes into it."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def _version(wanted: bool) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of ``shmconn drain``."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -150,11 +151,9 @@ def drain(
     - `shmconn drain qwen --to a --to b --format shards --format modelopt`
     - `shmconn drain qwen --to out/ --follow --log-format json --metrics-port 9123`
     """
-    from rich.console import Console
-
     from reader import service
     from reader.lane import Limits
-    from reader.logs import Logs
+    from reader.logs import Logs, stderr_console
     from reader.metrics import Metrics
     from reader.progress import Progress
     from reader.sinks import SinkOptions
@@ -191,7 +190,7 @@ def drain(
         ),
         stop_s=stop_timeout,
     )
-    console = Console(stderr=True, highlight=False)
+    console = stderr_console()
     logs = Logs(console, as_json=log_format == "json", file=log_file)
     progress = Progress(console, live=log_format == "text", quiet=quiet)
     metrics = None
@@ -204,21 +203,22 @@ def drain(
         outcome = service.run(
             options,
             progress,
-            reopen_logs=logs.reopen,
+            # A terminal that closes ends what runs in it; a service has no terminal.
+            reopen_logs=None if console.is_terminal and log_file is None else logs.reopen,
             observe=metrics.observe if metrics is not None else None,
         )
+        # Whoever read our output may be gone; the exit code still says how the drain ended.
+        with contextlib.suppress(OSError):
+            for line in outcome.lines:
+                stream = sys.stderr if line.startswith("error: ") else sys.stdout
+                print(line, file=stream, flush=True)
+        # Leases that are left must end with this process: by its clean-up they would be given back
+        # as read.
+        os._exit(outcome.code)
     finally:
         if metrics is not None:
             metrics.close()
         logs.close()
-    for line in outcome.lines:
-        print(line, file=sys.stderr if line.startswith("error: ") else sys.stdout)
-    if outcome.unreleased:
-        # Their leases must end with this process, not by its clean-up, or they would be gone.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(outcome.code)
-    raise typer.Exit(outcome.code)
 
 
 def _size(text: str | None, what: str) -> int | None:

@@ -87,8 +87,8 @@ class Folder:
                 pass
         except OSError as error:
             raise OptionError(
-                f"cannot write to {path!r}: {error.strerror or error}; choose a folder that this "
-                "user can write to, on a file system with room"
+                f"cannot write to {path!r}: {_why(path, error)}; choose a folder that this user "
+                "can write to, on a file system with room"
             ) from None
         self.sweep()
 
@@ -207,6 +207,15 @@ class Folder:
             finally:
                 os.close(fd)
         return removed
+
+
+def _why(path: str, error: OSError) -> str:
+    """What is wrong with a path: of a link to nowhere `os.makedirs` only says that it exists."""
+    if os.path.islink(path) and not os.path.exists(path):
+        return f"it is a link to {os.readlink(path)!r}, which leads nowhere"
+    if isinstance(error, FileExistsError):
+        return "it is no folder"
+    return error.strerror or str(error)
 
 
 def lock_file(fd: int) -> bool | None:

@@ -1,16 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the service says while it runs: text for people, or one JSON object a line."""
 
+import contextlib
 import json
 import logging
 import logging.handlers
+import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
+from shmconn.errors import OptionError
+
 _STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
+
+
+class LastingStream:
+    """A stream whose other end may go away: then what is written to it is lost, and no more.
+
+    A closed pipe or terminal must not end a drain, whose samples would be taken for delivered.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.encoding = stream.encoding
+
+    def write(self, text: str) -> int:
+        """Write, if there is still somebody to read."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, likewise."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """The descriptor, by which the width of a terminal is asked for."""
+        return self._stream.fileno()
+
+
+def stderr_console() -> Console:
+    """A console on stderr that outlives whoever reads it."""
+    if sys.stderr is None:
+        return Console(stderr=True, highlight=False)
+    stream: Any = LastingStream(sys.stderr)
+    return Console(file=stream, highlight=False)
+
+
+class _LogFile(logging.handlers.WatchedFileHandler):
+    """A log file; one that cannot be opened anew or written to costs lines, not the drain."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        with contextlib.suppress(OSError):
+            super().emit(record)
+
+    def reopen(self) -> None:
+        """Open the file anew, after a rotation."""
+        with contextlib.suppress(OSError):
+            self.reopenIfNeeded()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A disk without room would have a traceback for each line on stderr."""
 
 
 class ConsoleHandler(logging.Handler):
@@ -48,12 +107,21 @@ class JsonFormatter(logging.Formatter):
 
 
 class Logs:
-    """Sends the log where the user wants it."""
+    """Sends the log where the user wants it.
+
+    Raises:
+        OptionError: the log file cannot be opened.
+    """
 
     def __init__(self, console: Console, *, as_json: bool, file: str | None) -> None:
         handler: logging.Handler
         if file is not None:
-            handler = logging.handlers.WatchedFileHandler(file, encoding="utf-8")
+            try:
+                handler = _LogFile(file, encoding="utf-8")
+            except OSError as error:
+                raise OptionError(
+                    f"cannot write to --log-file {file!r}: {error.strerror or error}"
+                ) from None
         elif as_json:
             handler = logging.StreamHandler(console.file)
         else:
@@ -70,8 +138,8 @@ class Logs:
 
     def reopen(self) -> None:
         """Open the log file anew, after a rotation."""
-        if isinstance(self._handler, logging.handlers.WatchedFileHandler):
-            self._handler.reopenIfNeeded()
+        if isinstance(self._handler, _LogFile):
+            self._handler.reopen()
 
     def close(self) -> None:
         """Take the handler off again."""

@@ -7,18 +7,22 @@ a second time is not written again. A last line that was torn by a kill or a ful
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from reader.folder import Folder
+from shmconn.errors import OptionError
 
 FILE_NAME = "manifest.jsonl"
+_BEGINNING = b'{"handle":'
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,9 @@ class Manifest:
         folder: the output folder.
         tags: keep tags as well, for `find_tag`.
 
+    Raises:
+        OptionError: what has the manifest's name is none, and is left as it is.
+
     Attributes:
         damaged: lines that could not be read.
     """
@@ -81,8 +88,14 @@ class Manifest:
         self._places: dict[bytes, Place] = {}
         self._tags: dict[bytes, Place] | None = {} if tags else None
         self.damaged = 0
-        with self._opened() as fd:
-            self._repair(fd)
+        try:
+            with self._opened() as fd:
+                self._check_ours(fd)
+                self._repair(fd)
+        except OSError as error:
+            if error.errno not in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+                raise
+            raise self._not_ours("it is no regular file") from None
         for entry in self.entries():
             if entry is None:
                 self.damaged += 1
@@ -152,6 +165,20 @@ class Manifest:
             yield fd
         finally:
             os.close(fd)
+
+    def _check_ours(self, fd: int) -> None:
+        """Refuse a stranger's file before its last line is cut off; a torn first line is ours."""
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise self._not_ours("it is no regular file")
+        start = os.pread(fd, len(_BEGINNING), 0)
+        if not _BEGINNING.startswith(start):
+            raise self._not_ours("no drain wrote its first line")
+
+    def _not_ours(self, why: str) -> OptionError:
+        return OptionError(
+            f"{self._folder.path}/{FILE_NAME} cannot be used as a drain's manifest: {why}; move it "
+            "away, or choose another folder"
+        )
 
     @staticmethod
     def _repair(fd: int) -> None:

@@ -7,11 +7,12 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from reader.words import count
 from shmconn.handle import format_size
 
 # Rates are taken over this window; seconds.
@@ -69,7 +70,9 @@ class Rate:
 def describe(now: Snapshot, rates: tuple[float, float]) -> list[str]:
     """The parts of a progress line."""
     parts = [
-        f"{now.samples:,}{f' of {now.total:,}' if now.total else ''} samples",
+        f"{now.samples:,} of {count(now.total, 'sample')}"
+        if now.total
+        else count(now.samples, "sample"),
         format_size(now.bytes),
         f"{rates[0]:.1f}/s",
         f"{format_size(rates[1])}/s",
@@ -129,7 +132,7 @@ class Progress:
             rates = rate.add(now, snapshot.samples, snapshot.bytes)
             lines.append((snapshot.output, describe(snapshot, rates)))
         if self._live is not None:
-            self._live.update(_table(lines))
+            self._live.update(_table(lines, self._console))
         elif not self._quiet:
             moved = [(s.samples, s.unread, s.held) for s in snapshots] != [
                 (s.samples, s.unread, s.held) for s in self._shown
@@ -140,8 +143,24 @@ class Progress:
                     log.info("%s: %s", output, ", ".join(parts), extra={"fields": asdict(snapshot)})
 
 
-def _table(lines: list[tuple[str, list[str]]]) -> Table:
+def _table(lines: list[tuple[str, list[str]]], console: Console) -> RenderableType:
+    """One line for each output; where it is too narrow for them, as many as it takes."""
     table = Table.grid(padding=(0, 2))
     for output, parts in lines:
-        table.add_row(Text(output, style="bold"), *parts)
-    return table
+        table.add_row(Text(output, style="bold", no_wrap=True), *parts)
+    if console.measure(table, options=console.options.update(max_width=10_000)).maximum <= (
+        console.width
+    ):
+        return table
+    return Group(*(line for output, parts in lines for line in _wrapped(output, parts, console)))
+
+
+def _wrapped(output: str, parts: list[str], console: Console) -> list[Text]:
+    """The parts on as many lines as they take; none is broken."""
+    lines = [Text(output, style="bold", no_wrap=True, overflow="ellipsis")]
+    for part in parts:
+        if len(lines) == 1 or lines[-1].cell_len + 2 + len(part) > console.width:
+            lines.append(Text(f"  {part}", no_wrap=True, overflow="ellipsis"))
+        else:
+            lines[-1].append(f"  {part}")
+    return lines

@@ -24,7 +24,9 @@ from reader.lane import Lane, Limits
 from reader.notify import notify
 from reader.progress import Progress, Snapshot
 from reader.sinks import Sink, SinkOptions, open_sink
-from shmconn.errors import OptionError
+from reader.words import count
+from shmconn.directory import groups as groups_of
+from shmconn.errors import OptionError, ShmConnError
 from shmconn.handle import format_size
 
 if TYPE_CHECKING:
@@ -114,15 +116,18 @@ class _Signals:
     def _hang_up(self, number: int, frame: FrameType | None) -> None:
         if self._reopen is not None:
             self._reopen()
+        else:
+            self._end(number, frame)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle SIGINT, SIGTERM and SIGHUP meanwhile."""
+        """Handle SIGINT, SIGTERM and SIGHUP meanwhile; under ``nohup`` SIGHUP stays ignored."""
         old = {
             signal.SIGINT: signal.signal(signal.SIGINT, self._end),
             signal.SIGTERM: signal.signal(signal.SIGTERM, self._end),
-            signal.SIGHUP: signal.signal(signal.SIGHUP, self._hang_up),
         }
+        if self._reopen is not None or signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            old[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hang_up)
         try:
             yield
         finally:
@@ -148,7 +153,7 @@ def run(
     Args:
         options: what to do.
         progress: shows how it goes.
-        reopen_logs: called at SIGHUP.
+        reopen_logs: called at SIGHUP; None makes that a signal to stop.
         observe: called with each look at the outputs.
 
     Raises:
@@ -171,6 +176,7 @@ class _Drain:
         self._observe = observe
         self._lanes: list[Lane] = []
         self._told_ends = 0
+        self._blind = ""
 
     def run(self, reopen_logs: Callable[[], None] | None) -> Outcome:
         signals = _Signals(reopen_logs)
@@ -207,12 +213,26 @@ class _Drain:
         )
 
     def _open_sinks(self) -> list[Sink]:
-        """Every output ready for writing, before anything is joined."""
+        """Every output ready for writing, before anything is joined.
+
+        Raises:
+            OptionError: one of them is not; says why.
+        """
         paths = [os.path.realpath(output.sink.path) for output in self._options.outputs]
         for path in paths:
             if paths.count(path) > 1:
                 raise OptionError(f"{path} was given twice: each output needs its own folder")
-        return [open_sink(output.format, output.sink) for output in self._options.outputs]
+        sinks = []
+        for output in self._options.outputs:
+            try:
+                sinks.append(open_sink(output.format, output.sink))
+            except OSError as error:
+                file = f" ({error.filename})" if error.filename else ""
+                raise OptionError(
+                    f"cannot begin {output.format} in {output.sink.path!r}: "
+                    f"{error.strerror or error}{file}"
+                ) from None
+        return sinks
 
     def _join(self, sinks: Sequence[Sink]) -> None:
         options = self._options
@@ -245,8 +265,8 @@ class _Drain:
             signals.woken.wait(_LOOK_S)
             if time.monotonic() - shown >= _SHOW_S:
                 shown = time.monotonic()
-                self._show()
-        self._show()
+                self._look()
+        self._look()
         if signals.received is None:
             return
         name = signal.Signals(signals.received).name
@@ -257,6 +277,15 @@ class _Drain:
         deadline = time.monotonic() + self._options.stop_s
         for lane in self._lanes:
             lane.join(max(0.0, deadline - time.monotonic()))
+
+    def _look(self) -> None:
+        """Show how it goes. That a ring cannot be looked at ends nothing: its writers will tell."""
+        try:
+            self._show()
+        except (OSError, ShmConnError) as error:
+            if str(error) != self._blind:
+                log.warning("cannot see how it goes: %s", error)
+            self._blind = str(error)
 
     def _show(self) -> None:
         rings = [ring for ring in shmconn.rings(self._name) if ring.problem is None]
@@ -325,8 +354,9 @@ class _Drain:
         counts = lane.counts
         rate = counts.samples / seconds if seconds else 0.0
         text = (
-            f"{counts.samples:,} samples, {format_size(counts.bytes)} in {counts.files:,} files to "
-            f"{lane.sink.path} in {seconds:.1f} s ({rate:.1f} samples/s, "
+            f"{count(counts.samples, 'sample')}, {format_size(counts.bytes)} in "
+            f"{count(counts.files, 'file')} to {lane.sink.path} in {seconds:.1f} s "
+            f"({rate:.1f} samples/s, "
             f"{format_size(counts.bytes / seconds if seconds else 0)}/s)"
         )
         lines = [text]
@@ -335,9 +365,11 @@ class _Drain:
         if lane.error is not None:
             lines.append(f"error: {lane.error}")
         if lane.gave_up:
+            left = len(lane.unreleased())
             lines.append(
                 f"gave up: {lane.sink.path} refused a sample for {self._options.limits.give_up_s:g}"
-                f" s; {len(lane.unreleased())} samples are kept in the ring, nothing is lost"
+                f" s; {count(left, 'sample')} {'is' if left == 1 else 'are'} kept in the ring, "
+                "nothing is lost"
             )
         return lines
 
@@ -358,8 +390,14 @@ class _Drain:
             return []
         unread = subscription.unread() + len(lane.unreleased())
         subscription.abandon()
+        try:
+            kept = subscription.group in {group.name for group in groups_of(subscription.name)}
+        except ShmConnError:
+            kept = False  # no ring ever came: there is no place to keep
+        if not kept:
+            return []
         return [
-            f"group {subscription.group} keeps its place with {unread:,} samples unread: run the "
-            f"same command again to go on, or give them up with "
+            f"group {subscription.group} keeps its place with {count(unread, 'sample')} unread: "
+            f"run the same command again to go on, or give them up with "
             f"`shmconn groups rm {subscription.name} {subscription.group}`"
         ]

@@ -7,11 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from reader.tables import Column, Row, console_of_width, fitted
 from shmconn.directory import GroupInfo, RingInfo
 from shmconn.directory import groups as groups_of
 from shmconn.directory import remove_group as do_remove_group
@@ -23,6 +22,26 @@ from shmconn.subscription import missing_text, the_only_ring
 
 # A live group whose oldest sample waits for so long is told of.
 _LATE_S = 10.0
+_RINGS = (
+    Column("RING"),
+    Column("GENERATION", rank=4),
+    Column("STATE"),
+    Column("SIZE", right=True, rank=2),
+    Column("FULL", right=True),
+    Column("SAMPLES", right=True, rank=1),
+    Column("LOST", right=True, rank=3),
+    Column("PID", right=True, rank=5),
+    Column("HOLDS", rank=6),
+)
+_GROUPS = (
+    Column("GROUP"),
+    Column("KIND", rank=4),
+    Column("STATE", rank=1),
+    Column("UNREAD", right=True),
+    Column("LEASED", right=True, rank=2),
+    Column("OLDEST", right=True, rank=3),
+    Column("MEMBERS", rank=5),
+)
 _STYLES = {"live": "green", "closed": "dim", "dead": "yellow", "damaged": "red"}
 
 
@@ -57,9 +76,8 @@ def list_rings(*, as_json: bool) -> None:
     if not rings:
         print(f"{missing_text(None)}.")
         return
-    table = _table("RING", "GENERATION", "STATE", "SIZE", "FULL", "SAMPLES", "LOST", "PID", "HOLDS")
-    for ring in rings:
-        table.add_row(
+    rows: list[Row] = [
+        (
             ring.name,
             ring.generation[:8],
             Text(ring.state, style=_STYLES[ring.state]),
@@ -76,7 +94,9 @@ def list_rings(*, as_json: bool) -> None:
                 )
             ),
         )
-    _print(table)
+        for ring in rings
+    ]
+    _show(_RINGS, rows)
 
 
 def stat(name: str | None, *, as_json: bool) -> None:
@@ -97,8 +117,8 @@ def stat(name: str | None, *, as_json: bool) -> None:
         table.add_column(style="bold")
         for label, fact in _facts(ring):
             table.add_row(label, fact)
-        _print(table)
-    _print(_groups_table(groups))
+        console_of_width().print(table)
+    _show_groups(groups)
     _print_waits(name, groups)
 
 
@@ -135,7 +155,7 @@ def list_groups(name: str | None, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([_plain_group(group) for group in groups]))
         return
-    _print(_groups_table(groups))
+    _show_groups(groups)
     _print_waits(name, groups)
 
 
@@ -209,8 +229,8 @@ def _print_waits(name: str, groups: Sequence[GroupInfo]) -> None:
         print(f"{wait.text}\n  -> {wait.remedy}")
 
 
-def _groups_table(groups: Sequence[GroupInfo]) -> Table:
-    table = _table("GROUP", "KIND", "STATE", "UNREAD", "LEASED", "OLDEST", "MEMBERS")
+def _show_groups(groups: Sequence[GroupInfo]) -> None:
+    rows: list[Row] = []
     for group in groups:
         unread, needed = sum(group.unread.values()), sum(group.needed.values())
         if not group.name and not needed:
@@ -221,16 +241,18 @@ def _groups_table(groups: Sequence[GroupInfo]) -> Table:
             for member in group.members
         ]
         state = group_state(group)
-        table.add_row(
-            group.name or "(not subscribed yet)",
-            kind + (", durable" if group.durable else ""),
-            Text(state, style="yellow" if state == "dead" and needed else ""),
-            f"{unread:,}",
-            f"{needed - unread:,}",
-            age(group.oldest_ns),
-            "\n".join(members) or "-",
+        rows.append(
+            (
+                group.name or "(not subscribed yet)",
+                kind + (", durable" if group.durable else ""),
+                Text(state, style="yellow" if state == "dead" and needed else ""),
+                f"{unread:,}",
+                f"{needed - unread:,}",
+                age(group.oldest_ns),
+                "\n".join(members) or "-",
+            )
         )
-    return table
+    _show(_GROUPS, rows)
 
 
 def _groups(name: str, rings: Sequence[RingInfo]) -> list[GroupInfo]:
@@ -251,17 +273,6 @@ def _plain_group(group: GroupInfo) -> dict[str, Any]:
     return dataclasses.asdict(group) | {"state": group_state(group)}
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        numbers = column in ("SIZE", "FULL", "SAMPLES", "LOST", "PID", "UNREAD", "LEASED", "OLDEST")
-        table.add_column(column, justify="right" if numbers else "left", overflow="fold")
-    return table
-
-
-def _print(table: Table) -> None:
-    """A table as wide as the terminal; in a pipe as wide as it needs to be."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=500)
-    console.print(table)
+def _show(columns: Sequence[Column], rows: Sequence[Row]) -> None:
+    console = console_of_width()
+    console.print(fitted(columns, rows, console))

@@ -5,14 +5,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from reader.show import age, fill_of, group_state
+from reader.tables import Column, Row, console_of_width, fitted
+from reader.words import count
 from shmconn.directory import GroupInfo, RingInfo
 from shmconn.directory import groups as groups_of
 from shmconn.directory import rings as rings_of
@@ -84,107 +84,128 @@ def stall_text(ring: RingInfo, group: GroupInfo) -> str:
     who = f"group {group.name}, oldest sample {group.oldest_request_id} of {age(group.oldest_ns)}"
     leasing = [member for member in group.members if member.leases]
     if group.alive:
-        pids = ", ".join(f"pid {member.pid} ({member.leases} leases)" for member in leasing)
+        pids = ", ".join(
+            f"pid {member.pid} ({count(member.leases, 'lease')})" for member in leasing
+        )
         return f"{held} by {who}{f', {pids}' if pids else ''}"
     return f"{held} by {who}, which is dead: start it again, or shmconn groups rm {ring.name} " + (
         group.name
     )
 
 
-def render(now: Look, before: Look | None) -> RenderableType:
-    """One screen."""
+def render(now: Look, before: Look | None, console: Console) -> RenderableType:
+    """One screen for a console of this width."""
     if not now.rings:
         return Text(f"{missing_text(None)}.")
     speed = rates(before, now)
-    parts: list[RenderableType] = [_rings_table(now, speed)]
+    parts: list[RenderableType] = [fitted(_RINGS, _ring_rows(now, speed), console)]
     for ring in now.rings:
         group = staller(ring, now.groups.get(ring.name, ()))
         if group is not None:
-            parts.append(Text(f"  {ring.name}: {stall_text(ring, group)}", style="yellow"))
-    for name, groups in now.groups.items():
-        parts.append(_groups_table(name, groups))
+            parts.append(Text(f" {ring.name}: {stall_text(ring, group)}", style="yellow"))
+    rows = [row for name, groups in now.groups.items() for row in _group_rows(name, groups)]
+    if rows:
+        parts.append(fitted(_GROUPS, rows, console))
     return Group(*parts)
 
 
-def _rings_table(now: Look, speed: dict[str, Rates]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("RING", overflow="fold")  # the only one that a narrow terminal squeezes
-    for column in ("LIFE", "STATE"):
-        table.add_column(column, no_wrap=True, min_width=6)
-    table.add_column("FULL", min_width=_BAR)
-    for column in ("", "SAMPLES", "/S", "GB/S", "WAIT", "LOST"):
-        table.add_column(column, justify="right", no_wrap=True, min_width=4)
+_RINGS = (
+    Column("RING"),
+    Column("LIFE", rank=9),
+    Column("STATE", width=6),
+    Column("FULL", rank=7),
+    Column("", right=True, width=4),
+    Column("SAMPLES", right=True, rank=6),
+    Column("/S", right=True, rank=2, width=5),
+    Column("GB/S", right=True, rank=8),
+    Column("WAIT", right=True, rank=4),
+    Column("LOST", right=True, rank=3),
+)
+_GROUPS = (
+    Column("GROUP"),
+    Column("STATE", rank=3, width=7),
+    Column("LAG", right=True, rank=1, width=3),
+    Column("LEASES", right=True, rank=4),
+    Column("OLDEST", right=True, rank=5),
+    Column("READ", right=True, rank=7, width=4),
+    Column("BYTES", right=True, rank=8, width=9),
+    Column("SINCE", right=True, rank=9, width=5),
+)
+
+
+def _ring_rows(now: Look, speed: dict[str, Rates]) -> list[Row]:
+    rows: list[Row] = []
     for ring in now.rings:
         fill = fill_of(ring)
         found = speed.get(ring.generation, Rates(0, 0))
         style = "red" if fill > 0.9 else "yellow" if fill > 0.7 else "green"
-        table.add_row(
-            ring.name,
-            ring.generation[:8],
-            ring.state,
-            ProgressBar(total=1, completed=fill, width=_BAR, complete_style=style),
-            f"{fill:.0%}",
-            f"{ring.published:,}",
-            f"{found.samples:,.1f}",
-            f"{found.bytes / 1e9:.2f}",
-            f"{ring.accepted - ring.settled:,}",
-            Text(f"{ring.lost:,}", style="red" if ring.lost else ""),
+        rows.append(
+            (
+                ring.name,
+                ring.generation[:8],
+                Text(ring.state, style="yellow" if ring.state == "dead" else ""),
+                ProgressBar(total=1, completed=fill, width=_BAR, complete_style=style),
+                f"{fill:.0%}",
+                f"{ring.published:,}",
+                f"{found.samples:,.1f}",
+                f"{found.bytes / 1e9:.2f}",
+                f"{ring.accepted - ring.settled:,}",
+                Text(f"{ring.lost:,}", style="red" if ring.lost else ""),
+            )
         )
-    return table
+    return rows
 
 
-def _groups_table(name: str, groups: Sequence[GroupInfo]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(f"GROUPS OF {name}", overflow="fold")
-    table.add_column("STATE", no_wrap=True, min_width=7)
-    table.add_column("MEMBER", overflow="fold")
-    for column in ("LAG", "LEASES", "READ", "", "AGE"):
-        table.add_column(column, justify="right", no_wrap=True, min_width=3)
+def _group_rows(name: str, groups: Sequence[GroupInfo]) -> list[Row]:
+    """The ring's name, then each group, then its members, each further in."""
+    rows: list[Row] = []
     for group in groups:
         unread, needed = sum(group.unread.values()), sum(group.needed.values())
         if not group.name and not needed:
             continue
         state = group_state(group)
-        table.add_row(
-            group.name or "(not subscribed yet)",
-            Text(state, style="yellow" if state == "dead" else ""),
-            "",
-            f"{unread:,}",
-            f"{needed - unread:,}",
-            "",
-            "",
-            age(group.oldest_ns),
+        rows.append(
+            (
+                f"  {group.name or '(no group yet)'}",
+                Text(state, style="yellow" if state == "dead" else ""),
+                f"{unread:,}",
+                f"{needed - unread:,}",
+                age(group.oldest_ns),
+                *[""] * 3,
+            )
         )
         for member in group.members:
-            table.add_row(
-                "",
-                "" if member.alive else Text("dead", style="yellow"),
-                f"pid {member.pid} on {member.host}",
-                "",
-                f"{member.leases:,}",
-                f"{member.released:,}",
-                format_size(member.bytes_claimed),
-                age(member.started_ns),
+            rows.append(
+                (
+                    f"    pid {member.pid} on {member.host}",
+                    "" if member.alive else Text("dead", style="yellow"),
+                    "",
+                    f"{member.leases:,}",
+                    "",
+                    f"{member.released:,}",
+                    format_size(member.bytes_claimed),
+                    age(member.started_ns),
+                )
             )
-    return table
+    return [(Text(name, style="bold"), *[""] * 7), *rows] if rows else []
 
 
 def run(name: str | None, *, interval_s: float, once: bool) -> None:
     """Show rings and groups until Ctrl-C; with ``once``, one screen after one interval."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
+    console = console_of_width()
     before = look(name)
     if once:
         time.sleep(interval_s)
-        console.print(render(look(name), before))
+        console.print(render(look(name), before, console))
         return
-    with Live(render(before, None), console=console, screen=True, auto_refresh=False) as live:
+    with Live(
+        render(before, None, console), console=console, screen=True, auto_refresh=False
+    ) as live:
         try:
             while True:
                 time.sleep(interval_s)
                 now = look(name)
-                live.update(render(now, before), refresh=True)
+                live.update(render(now, before, console), refresh=True)
                 before = now
         except KeyboardInterrupt:
             return
