@@ -24,6 +24,7 @@ from reader.sinks.safetensors import DTYPES
 from shmconn.layout import DTYPE_BYTES
 
 PART = ".part"
+SHARD_FORMAT = "shmconn-shard-"  # and its version
 NAME = re.compile(r"shard-(\d{5,9})\.safetensors(\.part)?")
 _ALIGNMENT = 64  # bytes; of each region
 _LENGTH = 8
@@ -158,7 +159,7 @@ class Shard:
 
     def _describe(self) -> dict[str, Any]:
         """The header: tensors of each sample, its metadata, and gaps between them."""
-        metadata: dict[str, str] = {"format": "shmconn-shard-1"}
+        metadata: dict[str, str] = {"format": f"{SHARD_FORMAT}1"}
         header: dict[str, Any] = {"__metadata__": metadata}
         position = 0
         gaps = 0

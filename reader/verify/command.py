@@ -62,7 +62,7 @@ class _Member:
 
     @property
     def name(self) -> str:
-        return self.sample.path.name
+        return self.sample.name
 
 
 def run(options: VerifyOptions) -> int:
@@ -91,9 +91,9 @@ def examine(options: VerifyOptions, progress: Progress) -> Report:
         raise OptionError(f"there is no .safetensors file in {str(options.directory)!r}")
     report = Report(complete=sends is not None)
     for sample in samples:
-        report.check(_FILES, sample.path.name)
+        report.check(_FILES, sample.name)
     for file in bad:
-        report.check(_FILES, file.path.name, [f"is no sample: {file.reason}"])
+        report.check(_FILES, file.name, [f"is no sample: {file.reason}"])
     members = [_Member(sample, None) for sample in samples]
     if sends is not None:
         members = _match(report, samples, sends)
@@ -114,7 +114,7 @@ def _match(report: Report, samples: list[SampleFile], sends: list[Send]) -> list
         there = files.get(send.handle, [])
         faults = [] if there else [f"no file holds the sample {send.handle}"]
         if len(there) > 1:
-            names = ", ".join(sample.path.name for sample in there)
+            names = ", ".join(sample.name for sample in there)
             faults = [f"{len(there)} files hold this one sample: {names}"]
         report.check(_PROMISED, send.name, faults)
     by_handle = {send.handle: send for send in sends}
@@ -140,7 +140,7 @@ def _differences(sample: SampleFile, send: Send) -> Iterator[str]:
             f"{len(expected)})"
         )
     names = list(file_names(sample.tag or sample.request_id, sample.handle, sample.path.suffix))
-    if sample.path.name not in names:
+    if sample.index is None and sample.path.name not in names:
         yield f"the file of this sample is called {names[0]}; were files renamed?"
     if sample.tag != (send.tag or ""):
         yield f"tag is {sample.tag!r}, the request asked for {send.tag!r}"

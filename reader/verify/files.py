@@ -11,6 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 
+from reader.shard_file import SHARD_FORMAT
 from shmconn.errors import OptionError
 
 
@@ -92,7 +93,7 @@ def read_sends(file: Path) -> list[Send]:
 
 @dataclass(frozen=True)
 class SampleFile:
-    """One file's header and token ids; the states stay on disk until they are asked for.
+    """One sample's header and token ids; the states stay on disk until they are asked for.
 
     Attributes:
         path: The file.
@@ -101,6 +102,7 @@ class SampleFile:
         dtype: Name of the states' dtype.
         layer_ids: Ascending.
         tag, handle, request_id: As the producer wrote them; "" where it wrote none.
+        index: Of the sample in a shard; None in a file of its own.
     """
 
     path: Path
@@ -111,57 +113,104 @@ class SampleFile:
     tag: str
     handle: str
     request_id: str
+    index: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What to call it in a report."""
+        return self.path.name if self.index is None else f"{self.path.name}, sample {self.index}"
 
     def hidden_states(self) -> torch.Tensor:
         """The states, [tokens, layers, hidden]."""
         with safe_open(self.path, framework="pt") as file:
-            states: torch.Tensor = file.get_tensor("hidden_states")
+            states: torch.Tensor = file.get_tensor(f"{_prefix(self.index)}hidden_states")
         return states
 
 
 @dataclass(frozen=True)
 class BadFile:
-    """A file that is no sample, and why."""
+    """A file, or a sample in one, that is no sample, and why."""
 
-    path: Path
+    name: str
     reason: str
 
 
 def read_samples(directory: Path) -> tuple[list[SampleFile], list[BadFile]]:
-    """Every `*.safetensors` of the folder, by name.
+    """Every sample of the folder's `*.safetensors`, shards included, by name.
 
     Raises:
-        OptionError: There is no such folder, or it cannot be read.
+        OptionError: There is no such folder, it cannot be read, or it holds another format.
     """
     try:
-        paths = sorted(path for path in directory.iterdir() if path.suffix == ".safetensors")
+        names = sorted(directory.iterdir())
     except OSError as error:
         raise OptionError(
             f"cannot read the folder {str(directory)!r}: {error.strerror}; give the folder that "
             "`shmconn drain --to` wrote"
         ) from error
+    paths = [path for path in names if path.suffix == ".safetensors"]
+    _refuse_others(directory, names, paths)
     samples: list[SampleFile] = []
     bad: list[BadFile] = []
     for path in paths:
         try:
-            samples.append(_read_sample(path))
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            bad.append(BadFile(path, f"{error}".strip() or repr(error)))
+            indices = _indices(path)
+        except (OSError, SafetensorError) as error:
+            bad.append(BadFile(path.name, f"{error}".strip() or repr(error)))
+            continue
+        for index in indices:
+            try:
+                samples.append(_read_sample(path, index))
+            except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+                name = path.name if index is None else f"{path.name}, sample {index}"
+                bad.append(BadFile(name, f"{error}".strip() or repr(error)))
     return samples, bad
 
 
-def _read_sample(path: Path) -> SampleFile:
+def _refuse_others(directory: Path, names: list[Path], paths: list[Path]) -> None:
+    """What a drain may have written and this command cannot judge is named."""
+    parts = [path.name for path in names if path.name.endswith(".safetensors.part")]
+    if parts:
+        raise OptionError(
+            f"{directory / parts[0]} is not sealed yet: wait for its drain to end, or run the same "
+            "drain again to finish what one that was killed had open"
+        )
+    for suffix, form in ((".ckpt", "specforge"), (".pt", "modelopt")):
+        if not paths and any(path.suffix == suffix for path in names):
+            raise OptionError(
+                f"{str(directory)!r} holds {suffix} files of format {form}, which verify does not "
+                "read: drain a second output with --format safetensors or shards to verify"
+            )
+
+
+def _prefix(index: int | None) -> str:
+    return "" if index is None else f"{index}."
+
+
+def _indices(path: Path) -> list[int | None]:
+    """The samples of a shard, or None for a file of one sample."""
+    with safe_open(path, framework="pt") as file:
+        names, metadata = file.keys(), file.metadata() or {}
+    if not metadata.get("format", "").startswith(SHARD_FORMAT):
+        return [None]
+    return list(range(sum(name.endswith(".token_ids") for name in names)))
+
+
+def _read_sample(path: Path, index: int | None) -> SampleFile:
+    prefix = _prefix(index)
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
-        missing = {"hidden_states", "token_ids"} - names
+        missing = {f"{prefix}hidden_states", f"{prefix}token_ids"} - names
         if missing:
-            raise ValueError(f"has no tensor {min(missing)!r}, only {sorted(names)}")
-        states = file.get_slice("hidden_states")
+            raise ValueError(f"has no tensor {min(missing)!r}, only {sorted(names)[:8]}")
+        states = file.get_slice(f"{prefix}hidden_states")
         shape = tuple(states.get_shape())
         # An empty slice carries the dtype without reading the states.
         dtype = str(states[0:0].dtype).removeprefix("torch.")
-        token_ids: torch.Tensor = file.get_tensor("token_ids")
+        token_ids: torch.Tensor = file.get_tensor(f"{prefix}token_ids")
         metadata = file.metadata() or {}
+    if index is not None:
+        metadata = json.loads(metadata[str(index)])
     if len(shape) != 3 or shape[0] < 1:
         raise ValueError(f"hidden_states has shape {list(shape)}, not [tokens, layers, hidden]")
     if token_ids.dtype != torch.int64 or tuple(token_ids.shape) != shape[:1]:
@@ -190,4 +239,5 @@ def _read_sample(path: Path) -> SampleFile:
         tag=metadata.get("tag", ""),
         handle=metadata.get("handle", ""),
         request_id=metadata.get("request_id", ""),
+        index=index,
     )

@@ -4,10 +4,20 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from cli_processes import Process
 from harness.verified import Verified, make_model, make_samples
+from safetensors import safe_open
+
+from reader.sinks import SinkOptions, open_sink
+from reader.verify import VerifyOptions
+from reader.verify import run as verify
+from shmconn.errors import OptionError
+from shmconn.handle import Handle
 
 pytest.importorskip("transformers")
 
@@ -56,3 +66,61 @@ def test_bad_input_ends_with_2_and_one_line(run: Run, samples: Verified, tmp_pat
         process = run("verify", *words, code=2)
         assert says in process.err
         assert process.out == ""
+
+
+def pack(samples: Verified, folder: Path, spoil: str = "") -> Path:
+    """The same samples in shards, as a drain writes them; one may have two rows exchanged."""
+    sink = open_sink("shards", SinkOptions(str(folder), shard_size=1 << 20))
+    for path in sorted(samples.directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+            states, ids = file.get_tensor("hidden_states"), file.get_tensor("token_ids")
+        if path.stem == spoil:
+            states[[2, 3]] = states[[3, 2]]
+        sink.write(
+            SimpleNamespace(
+                handle=Handle.parse(metadata["handle"]),
+                request_id=metadata["request_id"],
+                tag=metadata["tag"],
+                tokens=len(ids),
+                shape=tuple(states.shape),
+                dtype=metadata["dtype"],
+                layer_ids=json.loads(metadata["layer_ids"]),
+                metadata={},
+                token_ids_bytes=memoryview(ids.numpy()).cast("B"),
+                states_bytes=memoryview(states.view(torch.uint8).numpy()).cast("B"),
+            )
+        )
+    sink.close()
+    return folder
+
+
+def test_shards_are_judged_as_files_are(
+    samples: Verified, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = len(list(samples.directory.glob("*.safetensors")))
+
+    def report(folder: Path, code: int) -> dict[str, Any]:
+        options = VerifyOptions(folder, str(model), sends=samples.sends, json=True)
+        assert verify(options) == code
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    good = report(pack(samples, tmp_path / "good"), 0)
+    assert next(c for c in good["checks"] if c["name"] == "files are samples")["checked"] == count
+    bad = report(pack(samples, tmp_path / "bad", spoil="long-2"), 1)
+    assert any(fault["sample"].startswith("shard-00000") for fault in bad["faults"])
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("shard-00000.safetensors.part", "is not sealed yet"),
+        ("a.pt", "files of format modelopt, which verify does not read"),
+        ("a.ckpt", "files of format specforge, which verify does not read"),
+    ],
+)
+def test_what_verify_does_not_read_is_named(tmp_path: Path, file: str, says: str) -> None:
+    (tmp_path / file).write_bytes(b"")
+    with pytest.raises(OptionError, match=says):
+        verify(VerifyOptions(tmp_path, "m"))
