@@ -18,6 +18,8 @@ from shmconn.errors import OptionError, ShmConnError
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+# What a part of the commands needs, and the extra of pyproject.toml that brings it.
+_EXTRAS = {"torch": "torch", "transformers": "verify"}
 
 app = typer.Typer(
     name="shmconn",
@@ -41,6 +43,16 @@ def main() -> NoReturn:
         app()
     except ShmConnError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        print(
+            f"error: this needs {error.name}, which is not installed: pip install "
+            f"'shmconn[{extra}]'",
+            file=sys.stderr,
+        )
         sys.exit(EXIT_BAD_INPUT)
     except BrokenPipeError:
         # The reader of our output went away; nothing more can be said, not even at exit.

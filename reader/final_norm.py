@@ -39,7 +39,7 @@ class FinalNorm:
             from transformers import AutoConfig, AutoModel
         except ImportError as error:
             raise OptionError(
-                f"--model needs transformers ({error}): pip install transformers"
+                f"--model needs transformers ({error}): pip install 'shmconn[verify]'"
             ) from error
         config = AutoConfig.from_pretrained(model).get_text_config()
         with torch.device("meta"):

@@ -115,7 +115,7 @@ def draw(look: Look, rows: "torch.Tensor", path: Path) -> None:
     try:
         from PIL import Image, ImageDraw
     except ImportError:
-        raise OptionError("--png needs Pillow: pip install pillow") from None
+        raise OptionError("--png needs Pillow: pip install 'shmconn[png]'") from None
     if not rows.numel():
         raise OptionError("the sample has no tokens: there is nothing to draw")
     tokens, layers = rows.shape

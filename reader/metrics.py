@@ -40,7 +40,7 @@ class Metrics:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError:
             raise OptionError(
-                "--metrics-port needs prometheus-client: pip install prometheus-client"
+                "--metrics-port needs prometheus-client: pip install 'shmconn[metrics]'"
             ) from None
         self.ring = ring
         self._snapshots: list[Snapshot] = []

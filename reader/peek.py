@@ -59,6 +59,8 @@ def look_at(source: str, index: int) -> Look:
     if path.is_file():
         return _of_file(path, index)
     if os.sep in source or source.endswith(".safetensors"):
+        if path.is_dir():
+            raise OptionError(f"{source!r} is a folder: name a file in it")
         raise OptionError(f"there is no file {source!r}")
     return _of_ring(source)
 

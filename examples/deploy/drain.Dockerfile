@@ -1,3 +1,3 @@
 FROM python:3.12-slim
-RUN pip install --no-cache-dir shmconn prometheus-client
+RUN pip install --no-cache-dir 'shmconn[metrics]'
 ENTRYPOINT ["shmconn"]

@@ -25,6 +25,8 @@ class TorchFileSink(FileSink):
     """One ``torch.save`` file per sample: a flat dict."""
 
     def __init__(self, options: SinkOptions) -> None:
+        import torch  # noqa: F401  # that it is missing must show before a sample is taken
+
         self.norm = FinalNorm(options.model) if options.model is not None else None
         self.masks = LossMasks(options.loss_masks) if options.loss_masks is not None else None
         super().__init__(options)
