@@ -15,7 +15,8 @@ import yaml
 
 from reader.service import default_group
 
-DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "examples" / "deploy"
 
 
 def unit() -> dict[str, str]:
@@ -86,7 +87,24 @@ def test_composes_commands_use_options_that_there_are(service, run) -> None:
         assert option in text
 
 
-def test_every_metric_of_the_dashboard_is_one_that_a_drain_serves(
+def metrics_of_vllm() -> set[str]:
+    """The connector's series in vLLM's metrics, as a Prometheus client writes their names."""
+    source = (ROOT / "shmconn" / "stats.py").read_text()
+    found = re.findall(r'(counter|gauge|histogram)\(\s*name="(vllm:\w+)"', source)
+    endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+    return {name + ending for kind, name in found for ending in endings[kind]}
+
+
+def expressions() -> list[str]:
+    """All PromQL of the dashboard and of the alerts."""
+    dashboard = json.loads((DEPLOY / "dashboard.json").read_text())
+    alerts = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
+    found = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    found += [item["query"] for item in dashboard["templating"]["list"]]
+    return found + [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
+
+
+def test_every_metric_of_the_dashboard_and_the_alerts_is_one_that_is_served(
     ring, producer, shmconn, run, tmp_path
 ) -> None:
     source = producer()
@@ -95,20 +113,30 @@ def test_every_metric_of_the_dashboard_is_one_that_a_drain_serves(
     source.bury(1, "short")
     url = next(word for word in drain.err.split() if word.startswith("http://"))
 
-    def served() -> set[str]:
+    def served() -> dict[str, set[str]]:
+        """Names with their labels."""
         with urllib.request.urlopen(url, timeout=30) as reply:
-            return set(re.findall(r"^(shmconn_\w+)", reply.read().decode(), re.MULTILINE))
+            lines = re.findall(r"^(shmconn_\w+)(\{.*\})? ", reply.read().decode(), re.MULTILINE)
+        return {name: set(re.findall(r'(\w+)="', labels)) for name, labels in lines}
 
-    wanted = set(re.findall(r"shmconn_\w+", (DEPLOY / "dashboard.json").read_text()))
-    json.loads((DEPLOY / "dashboard.json").read_text())
-    assert len(wanted) > 10
-    drain.until(lambda: wanted <= served())
+    wanted = {name for text in expressions() for name in re.findall(r"(?:vllm:)?shmconn_\w+", text)}
+    assert len(wanted) > 15
+    ours = {name for name in wanted if not name.startswith("vllm:")}
+    assert wanted - ours <= metrics_of_vllm()
+    drain.until(lambda: ours <= set(served()))
+    labels = served()
+    for text in expressions():
+        for name, filters in re.findall(r"\b(shmconn_\w+)\{([^}]*)\}", text):
+            assert set(re.findall(r"(\w+)(?:=~|!=|=)", filters)) <= labels[name], text
     source.close()
     assert drain.wait() == 3
 
 
 def test_prometheus_scrapes_the_units_port() -> None:
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
-    (target,) = config["scrape_configs"][0]["static_configs"][0]["targets"]
+    ours, vllm = (job["static_configs"][0]["targets"] for job in config["scrape_configs"])
+    assert vllm == ["127.0.0.1:8000"]  # as compose publishes it
+    (target,) = ours
     port = target.rsplit(":", 1)[1]
+    assert all((DEPLOY / name).is_file() for name in config["rule_files"])
     assert f"--metrics-port {port}" in unit()["ExecStart"]
