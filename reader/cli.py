@@ -14,6 +14,7 @@ import typer
 
 import shmconn
 from reader.cli_drain import drain
+from reader.complete import ring_names
 from shmconn.errors import OptionError, ShmConnError
 
 EXIT_FAILED = 1
@@ -31,7 +32,11 @@ app = typer.Typer(
 
 NameArgument = Annotated[
     str | None,
-    typer.Argument(metavar="NAME", help="The ring; may be left out when there is only one."),
+    typer.Argument(
+        metavar="NAME",
+        help="The ring; may be left out when there is only one.",
+        autocompletion=ring_names,
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
@@ -130,7 +135,11 @@ def stat(name: NameArgument = None, as_json: JsonOption = False) -> None:
 def groups(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME | rm NAME GROUP", help="The ring; or what to remove."),
+        typer.Argument(
+            metavar="NAME | rm NAME GROUP",
+            help="The ring; or what to remove.",
+            autocompletion=ring_names,
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -160,7 +169,9 @@ def groups(
 
 @app.command("rm")
 def remove_rings(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The ring.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The ring.", autocompletion=ring_names)
+    ],
     force: Annotated[
         bool,
         typer.Option("--force", help="Also dead rings whose samples a group still waits for."),
@@ -266,6 +277,8 @@ def bench(
     """
     if what not in ("ring", "files", "input"):
         raise OptionError(f"bench {what!r} is unknown: use ring, files or input")
+    import torch  # noqa: F401  # the processes of a bench would only say that they failed
+
     if what == "ring":
         from reader.bench.ring import run
     elif what == "files":

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from reader.complete import formats as list_formats
+from reader.complete import ring_names
 from shmconn.errors import OptionError
 from shmconn.handle import check_name, parse_size
 
@@ -25,7 +27,11 @@ _SEE = "What to show"
 def drain(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="The ring; may be left out when there is only one."),
+        typer.Argument(
+            metavar="NAME",
+            help="The ring; may be left out when there is only one.",
+            autocompletion=ring_names,
+        ),
     ] = None,
     to: Annotated[
         list[str] | None,
@@ -33,7 +39,12 @@ def drain(
     ] = None,
     formats: Annotated[
         list[str] | None,
-        typer.Option("--format", metavar="FORMAT", help="Once for all outputs, or once for each."),
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="Once for all outputs, or once for each. [safetensors]",
+            autocompletion=list_formats,
+        ),
     ] = None,
     group: Annotated[
         list[str] | None,

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 
 def rings(run) -> dict[str, dict[str, object]]:
     return {ring["name"]: ring for ring in json.loads(run("ls", "--json").out)}
@@ -146,3 +148,35 @@ def test_listing_loads_neither_torch_nor_vllm() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("shmconn dra", ["drain"]),
+        ("shmconn drain q --format sp", ["specforge"]),
+        ("shmconn stat {ring}", ["{ring}"]),
+        ("shmconn drain --fol", ["--follow"]),
+    ],
+)
+def test_a_shell_completes_commands_options_formats_and_rings(
+    ring, producer, line, completed
+) -> None:
+    source = producer()
+    line = line.format(ring=ring[:-3]) if "{ring}" in line else line
+    environment = os.environ | {
+        "_SHMCONN_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split()) - 1),
+    }
+    code = "import sys; sys.argv[0] = 'shmconn'; from reader.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert done.stdout.split() == [word.format(ring=ring) for word in completed]
+    source.close()
+
+
+def test_a_wrong_word_is_answered_with_the_right_one(run) -> None:
+    assert "Did you mean 'drain'?" in run("drian", code=2).err
+    assert "--format" in run("drain", "q", "--fromat", "x", code=2).err
