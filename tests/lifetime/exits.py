@@ -6,6 +6,7 @@
 
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -170,6 +171,9 @@ def _load(name: str, workers: int, method: str | None) -> None:
     )
     samples = iter(loader)
     kept.extend((loader, samples, next(samples)))
+    # At exit multiprocessing terminates workers, and torch's handler may complain of it, with any
+    # dataset: what is looked for here are words of ours.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def in_a_loader(name: str) -> None:

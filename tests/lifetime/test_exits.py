@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Row 21: interpreters that end while a ring is in use, without a crash and without a word."""
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -85,5 +86,6 @@ def test_an_interpreter_ends_quietly_in_any_state(ring_name: str) -> None:
 
 @pytest.mark.long
 def test_interpreters_end_quietly_in_any_state_time_and_again(ring_name: str) -> None:
+    faulthandler.cancel_dump_traceback_later()
     end_in_all(ring_name, ALL, -(-200 // len(ALL)))
     assert not [name for name in os.listdir("/dev/shm") if ring_name in name]

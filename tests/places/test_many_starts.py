@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows 12 and 13: starts beside the dead and the living, and many starts at once."""
 
+import faulthandler
 import os
 import random
 import time
@@ -147,4 +148,5 @@ def test_many_starts_at_once_get_a_ring_each_and_leave_nothing(ring: str) -> Non
 
 @pytest.mark.long
 def test_hundreds_of_rounds_of_starts_leave_nothing(ring: str) -> None:
+    faulthandler.cancel_dump_traceback_later()
     start_together(ring, 500)
