@@ -19,6 +19,7 @@ from shmconn.directory import remove_rings
 from shmconn.errors import RingMissing
 
 SEED = int(os.environ.get("SHMCONN_SEED", "0")) or secrets.randbits(31)
+MANY = int(os.environ.get("SHMCONN_OPERATIONS", "1000000"))
 A_SEED = 4000  # tries of operations; some find nothing to do
 
 
@@ -67,7 +68,7 @@ def test_random_operations_agree_with_a_plain_account(ring: str) -> None:
 @pytest.mark.long
 def test_a_million_random_operations_agree_with_a_plain_account(ring: str) -> None:
     faulthandler.cancel_dump_traceback_later()
-    operate(ring, 1_000_000)
+    operate(ring, MANY)
 
 
 def goes_wrong(ring: str, seed: int) -> bool:
