@@ -66,7 +66,7 @@ def test_random_operations_agree_with_a_plain_account(ring: str) -> None:
 
 
 @pytest.mark.long
-def test_a_million_random_operations_agree_with_a_plain_account(ring: str) -> None:
+def test_many_random_operations_agree_with_a_plain_account(ring: str) -> None:
     faulthandler.cancel_dump_traceback_later()
     operate(ring, MANY)
 
