@@ -97,6 +97,35 @@ class Device:
             self._pinned.close()
 
 
+class Blocks:
+    """Which blocks a request has, on the device: one upload for all of its chunks.
+
+    Args:
+        most: blocks that one request can have.
+    """
+
+    def __init__(self, device: Device, most: int) -> None:
+        self.ids = device.empty((most,), torch.int64)
+        self._pinned = device.pinned((most,), torch.int64)
+        self._numbers = self._pinned.numpy()
+        self._there = device.event(sleep=False)
+
+    def upload(self, ids: Sequence[int], ready: Any, lanes: "Sequence[Lane]") -> None:
+        """Holds all lanes back until ``ready``, and until the ids are on the device.
+
+        The last request's copy is over by now, so nothing reads its ids any more.
+        """
+        count = len(ids)
+        self._numbers[:count] = ids
+        first, *others = lanes
+        with first.current():
+            first.stream.wait_event(ready)
+            self.ids[:count].copy_(self._pinned[:count], non_blocking=True)
+            self._there.record(first.stream)
+        for lane in others:
+            lane.stream.wait_event(self._there)
+
+
 class Lane:
     """A stream and its buffers; one chunk is under way in it at most.
 
@@ -109,13 +138,10 @@ class Lane:
     def __init__(self, device: Device, words: torch.Tensor, blocks: int, *, bounce: bool) -> None:
         self._words = words
         self._device = device
-        self._stream = device.stream()
+        self.stream = device.stream()
         self._staging = device.empty((blocks, *words.shape[1:]), words.dtype)
         self._rows = self._staging.view(-1, *words.shape[2:])
-        self._ids = device.empty((blocks,), torch.int64)
-        self._ids_pinned = device.pinned((blocks,), torch.int64)
         self._bounce = device.pinned(self._rows.shape, words.dtype) if bounce else None
-        self._ids_read = device.event(sleep=True)
         # A sleeper wakes 0.2 ms late, which the other lane's chunk covers; after the last chunk
         # nothing does, so that one is waited for spinning.
         self._sleep = device.event(sleep=True)
@@ -123,24 +149,23 @@ class Lane:
         self._sent = self._sleep
         self._target: torch.Tensor | None = None
 
-    def send(self, blocks: Sequence[int], target: torch.Tensor, ready: Any, *, last: bool) -> None:
-        """Queues one chunk: the first rows of these blocks go to ``target``, after ``ready``."""
+    def current(self) -> Any:
+        """A context in which work goes to this lane."""
+        return self._device.on(self.stream)
+
+    def send(self, ids: torch.Tensor, target: torch.Tensor, *, last: bool) -> None:
+        """Queues one chunk: the first rows of these blocks go to ``target``."""
         if self._bounce is not None:
             self.finish()
-        self._ids_read.synchronize()
-        count, rows = len(blocks), target.shape[0]
-        self._ids_pinned.numpy()[:count] = blocks
-        with self._device.on(self._stream):
-            self._stream.wait_event(ready)
-            self._ids[:count].copy_(self._ids_pinned[:count], non_blocking=True)
-            self._ids_read.record(self._stream)
-            torch.index_select(self._words, 0, self._ids[:count], out=self._staging[:count])
+        rows = target.shape[0]
+        with self.current():
+            torch.index_select(self._words, 0, ids, out=self._staging[: len(ids)])
             landing = (target if self._bounce is None else self._bounce[:rows]).view(-1)
             source = self._rows[:rows].view(-1)
             for piece in self._device.pieces(landing):
                 landing[piece].copy_(source[piece], non_blocking=True)
             self._sent = self._spin if last else self._sleep
-            self._sent.record(self._stream)
+            self._sent.record(self.stream)
         self._target = target
 
     def finish(self) -> None:
@@ -154,7 +179,7 @@ class Lane:
 
     def abandon(self) -> None:
         """Waits until nothing of this lane writes anywhere any more."""
-        self._stream.synchronize()
+        self.stream.synchronize()
         self._target = None
 
 
@@ -187,6 +212,7 @@ class DeviceCapture:
         self._words = words
         self._chunk = max(1, chunk_bytes // (cache.block * cache.row_bytes))
         try:
+            self._blocks = Blocks(self._device, words.shape[0])
             self._lanes = [
                 Lane(self._device, words, self._chunk, bounce=problem is not None) for _ in range(2)
             ]
@@ -215,13 +241,13 @@ class DeviceCapture:
         target = torch.frombuffer(fill.states, dtype=self._words.dtype)
         target = target.view(fill.tokens, *self._words.shape[2:])
         try:
+            self._blocks.upload(ids, ready, self._lanes)
             other, lane = self._lanes
             for turn, first in enumerate(range(0, len(ids), self._chunk)):
-                at = first * self._cache.block
-                rows = target[at : at + self._chunk * self._cache.block]
+                end = min(first + self._chunk, len(ids))
+                rows = target[first * self._cache.block : end * self._cache.block]
                 lane, other = other, lane
-                last = first + self._chunk >= len(ids)
-                lane.send(ids[first : first + self._chunk], rows, ready, last=last)
+                lane.send(self._blocks.ids[first:end], rows, last=end == len(ids))
                 # Both lanes are busy, and the next turn may have to wait for the first of them.
                 if meanwhile is not None and turn == len(self._lanes) - 1:
                     meanwhile()

@@ -29,7 +29,7 @@ HOLD_INTERVAL_S = 0.1
 # While nothing waits but samples are in the ring: how often to take back what readers released.
 IDLE_INTERVAL_S = 1.0
 # How long another thread may keep the interpreter lock while the copier waits for it.
-QUICK_TURN_S = 0.000005
+QUICK_TURN_S = 0.00005
 
 
 class Turns:
