@@ -2,7 +2,7 @@
 # PYTHON chooses the interpreter for .venv; DTYPE=bfloat16 runs the demo as people run vLLM.
 SHELL := /bin/bash
 BIN := .venv/bin
-.PHONY: help demo model test test-long compat check bench clean venv
+.PHONY: help demo model test test-long compat speculators check bench clean venv
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -22,6 +22,9 @@ test-long: venv model  ## The tests that take minutes to hours
 compat: venv model  ## vLLM 0.28, 0.26 and 0.22 on the CPU, and the newest's connector interface
 	@.ci/compat.sh
 
+speculators: venv model  ## speculators 0.9 itself, in a venv of its own, against a real vLLM
+	@.ci/speculators.sh
+
 check: venv  ## Lint, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -30,7 +33,7 @@ check: venv  ## Lint, format and types
 bench: venv  ## Speed of the ring beside plain copies and files
 	@$(BIN)/shmconn bench
 
-clean:  ## Remove what runs and tools left here; keeps .venv and .cache
+clean:  ## Remove what runs and tools left here; keeps .venv* and .cache
 	@rm -rf out build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find shmconn reader tests examples -name __pycache__ -prune -exec rm -rf {} +
 
