@@ -152,7 +152,7 @@ def drain(
 
     Exit codes: 0 all was read; 2 bad input; 3 a sample was lost while we were joined (aborted
     requests do not count); 4 the producer died; 5 gave up on the disk, nothing lost; 130 Ctrl-C;
-    143 SIGTERM.
+    143 SIGTERM; 129 its terminal was closed.
 
     Examples:
 

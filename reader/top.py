@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
@@ -102,7 +103,8 @@ def render(now: Look, before: Look | None, console: Console) -> RenderableType:
     for ring in now.rings:
         group = staller(ring, now.groups.get(ring.name, ()))
         if group is not None:
-            parts.append(Text(f" {ring.name}: {stall_text(ring, group)}", style="yellow"))
+            text = Text(f"{ring.name}: {stall_text(ring, group)}", style="yellow")
+            parts.append(Padding(text, (0, 0, 0, 1)))
     rows = [row for name, groups in now.groups.items() for row in _group_rows(name, groups)]
     if rows:
         parts.append(fitted(_GROUPS, rows, console))
