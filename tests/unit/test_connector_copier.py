@@ -360,6 +360,18 @@ def test_a_fault_after_publishing_leaves_the_sample_to_its_readers(
     assert sum(rig.producer.lost.values()) == 0
 
 
+def test_a_fault_beside_the_counts_does_not_bury_what_was_published(
+    rig: Rig, reader: Subscription, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = rig.work()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.copier, "_count", boom)
+        rig.submit(work)
+        rig.wait_done(work)
+    assert (rig.producer.published, rig.producer.settled) == (1, 1)
+    assert sum(rig.producer.lost.values()) == 0 and rig.done == Counter({work.request_id: 1})
+
+
 def test_a_fault_in_a_tombstone_costs_no_report(
     rig: Rig, reader: Subscription, monkeypatch: pytest.MonkeyPatch
 ) -> None:
