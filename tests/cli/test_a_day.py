@@ -35,7 +35,7 @@ class Day:
         self.holder = shmconn(wrap=["unshare", "-m", "sh", "-c", mount])
         self.inside = Path(f"/proc/{self.holder.child.pid}/root{self.disk}")
         self.holder.until(lambda: os.path.ismount(self.inside))
-        self.seen: dict[str, tuple[int, int]] = {}
+        self.seen: dict[Path, tuple[int, int]] = {}
         self.published: list[int] = []
         self.next = 1
         self.source = None
@@ -60,9 +60,8 @@ class Day:
 
     def look(self) -> None:
         """Remember each file as it is now."""
-        for file in samples(self.files):
-            found = file.stat()
-            self.seen.setdefault(file.name, (found.st_ino, found.st_mtime_ns))
+        for file in [*samples(self.files), *samples(self.shards)]:
+            self.seen.setdefault(file, identity(file))
 
     def reach(self, count: int) -> None:
         """Wait for so many files."""
@@ -100,8 +99,22 @@ class Day:
                 file.write(bytes(4096))
         return filler
 
+    def refusals(self) -> int:
+        """How often this drain has said that the disk is full."""
+        return self.drain.err.count("No space left")
+
+    def await_refusal(self, count: int) -> None:
+        """Wait until it has said so that often."""
+        self.drain.until(lambda: self.refusals() >= count)
+
     def handles(self, folder: Path) -> list[str]:
         return [json.loads(line)["handle"] for line in open_lines(folder / "manifest.jsonl")]
+
+
+def identity(file: Path) -> tuple[int, int]:
+    """What changes when a file is written anew: its inode, or its time."""
+    found = file.stat()
+    return found.st_ino, found.st_mtime_ns
 
 
 def open_lines(path: Path) -> list[str]:
@@ -117,9 +130,10 @@ def test_a_day(ring, producer, shmconn, run, tmp_path, count) -> None:
     for event in events:
         done = len(samples(day.files))
         if event == "disk":
+            refusals = day.refusals()
             filler = day.fill_disk()
             day.produce(min(day.next + step, count))
-            day.drain.says("No space left")
+            day.await_refusal(refusals + 1)
             filler.unlink()
         else:
             day.produce(min(day.next + step, count))
@@ -144,9 +158,9 @@ def test_a_day(ring, producer, shmconn, run, tmp_path, count) -> None:
     for folder in (day.files, day.shards):
         handles = day.handles(folder)
         assert len(handles) == len(set(handles)) == count
-    now = {f.name: (f.stat().st_ino, f.stat().st_mtime_ns) for f in samples(day.files)}
-    assert {name: now[name] for name in day.seen} == day.seen
+    assert {file: identity(file) for file in day.seen} == day.seen
     assert len(day.seen) > count // 2
+    assert any(file.parent == day.shards for file in day.seen)
     for name in ("files", "shards"):
         run("groups", "rm", ring, default_group(str(day.disk / name)))
 

@@ -17,6 +17,8 @@ from test_drain import check, samples
 from test_drain_disk import LARGE
 
 from reader.service import default_group
+from reader.sinks import SinkOptions, open_sink
+from shmconn.errors import OptionError
 
 MAIN = "from reader.cli import main; main()"
 FOREIGN = b"my notes\nlast line without an end"
@@ -28,11 +30,9 @@ def manifest_lines(path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("form", ["safetensors", "shards"])
 @pytest.mark.parametrize("kind", ["folder", "link", "pipe", "foreign"])
-def test_what_only_has_the_manifests_name_is_left_as_it_is(
-    ring, producer, run, tmp_path, kind
-) -> None:
-    source = producer()
+def test_what_only_has_the_manifests_name_is_left_as_it_is(tmp_path, kind, form) -> None:
     out, foreign = tmp_path / "out", tmp_path / "foreign"
     out.mkdir()
     foreign.write_bytes(FOREIGN)
@@ -45,12 +45,20 @@ def test_what_only_has_the_manifests_name_is_left_as_it_is(
         os.mkfifo(name)
     else:
         name.write_bytes(FOREIGN)
-    error = run("drain", ring, "--to", out, code=2).err
-    assert f"{name} cannot be used as a drain's manifest" in error
-    assert len(error.splitlines()) == 1
+    with pytest.raises(OptionError, match=f"{name} cannot be used as a drain's manifest"):
+        open_sink(form, SinkOptions(str(out)))
     assert foreign.read_bytes() == FOREIGN
     if kind == "foreign":
         assert name.read_bytes() == FOREIGN
+
+
+def test_a_stranger_under_the_manifests_name_ends_with_2_before_joining(
+    ring, producer, run, tmp_path
+) -> None:
+    source = producer()
+    (tmp_path / "manifest.jsonl").write_bytes(FOREIGN)
+    error = run("drain", ring, "--to", tmp_path, code=2).err
+    assert len(error.splitlines()) == 1
     assert [group["name"] for group in json.loads(run("groups", ring, "--json").out)] == [""]
     source.close()
 
@@ -63,11 +71,10 @@ def test_what_only_has_the_manifests_name_is_left_as_it_is(
         ("touch a", "it is no folder"),
     ],
 )
-def test_a_path_that_leads_to_no_folder_says_why(ring, producer, run, tmp_path, make, says) -> None:
-    source = producer()
+def test_a_path_that_leads_to_no_folder_says_why(tmp_path, make, says) -> None:
     subprocess.run(["sh", "-c", make], cwd=tmp_path, check=True)
-    assert says in run("drain", ring, "--to", tmp_path / "a", code=2).err
-    source.close()
+    with pytest.raises(OptionError, match=says):
+        open_sink("safetensors", SinkOptions(str(tmp_path / "a")))
 
 
 def test_a_log_file_that_cannot_be_opened_ends_with_2(ring, producer, run, tmp_path) -> None:
@@ -95,7 +102,7 @@ def test_a_log_whose_folder_vanishes_costs_lines_and_no_sample(
     check(tmp_path / "out", range(1, 6))
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("form", ["text", pytest.param("json", marks=pytest.mark.long)])
 def test_a_drain_outlives_whoever_read_its_log(ring, producer, run, tmp_path, form) -> None:
     source = producer()
     words = ["drain", ring, "--to", str(tmp_path), "--follow", "--log-format", form]
@@ -169,6 +176,7 @@ def test_two_drains_of_one_folder_share_its_samples(ring, producer, shmconn, tmp
     assert len(handles) == len(set(handles)) == 100
 
 
+@pytest.mark.long
 def test_two_groups_into_one_folder_write_each_file_once(ring, producer, shmconn, tmp_path) -> None:
     source = producer()
     drains = [shmconn("drain", ring, "--to", tmp_path, "--group", group) for group in "ab"]
@@ -211,7 +219,7 @@ def test_signals_at_odd_moments_lose_nothing_and_show_no_traceback(
     source = producer(size="32MiB", groups=["files"])
     source.put(1, 100)
     words = ["drain", ring, "--to", tmp_path, "--group", "files", "--max-rate", "100KiB"]
-    for _ in range(5 if seed == 0 else 50):
+    for _ in range(2 if seed == 0 else 50):
         drain = shmconn(*words)
         for number in moments.choices([signal.SIGHUP, signal.SIGTERM, signal.SIGINT], k=2):
             time.sleep(moments.uniform(0, 1.2))

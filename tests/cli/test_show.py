@@ -153,10 +153,10 @@ def test_listing_loads_neither_torch_nor_vllm() -> None:
 @pytest.mark.parametrize(
     ("line", "completed"),
     [
-        ("shmconn dra", ["drain"]),
+        pytest.param("shmconn dra", ["drain"], marks=pytest.mark.long),
         ("shmconn drain q --format sp", ["specforge"]),
         ("shmconn stat {ring}", ["{ring}"]),
-        ("shmconn drain --fol", ["--follow"]),
+        pytest.param("shmconn drain --fol", ["--follow"], marks=pytest.mark.long),
     ],
 )
 def test_a_shell_completes_commands_options_formats_and_rings(

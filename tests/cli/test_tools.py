@@ -172,6 +172,7 @@ def test_the_heat_map_shows_the_row_that_stands_out(run, tmp_path) -> None:
     ("source", "says"),
     [
         ("nowhere/x.safetensors", "there is no file"),
+        ("{tmp}/..", "is a folder: name a file in it"),
         ("no-such-ring-x", "there is no ring 'no-such-ring-x'"),
         ("{tmp}/junk", "is not a file of hidden states"),
     ],

@@ -26,7 +26,10 @@ def without(*names: str, words: list[object]) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.parametrize("form", ["safetensors", "shards", "vllm"])
+@pytest.mark.parametrize(
+    "form",
+    ["safetensors", *(pytest.param(name, marks=pytest.mark.long) for name in ("shards", "vllm"))],
+)
 def test_a_drain_needs_no_torch(ring, producer, tmp_path, form) -> None:
     source = producer()
     source.put(1, 5)
@@ -41,11 +44,18 @@ def test_a_drain_needs_no_torch(ring, producer, tmp_path, form) -> None:
     ("package", "words", "says"),
     [
         ("torch", ["inspect", "{file}"], "shmconn[torch]"),
-        ("torch", ["verify", "{tmp}", "--model", "m"], "shmconn[torch]"),
-        ("torch", ["bench", "files"], "shmconn[torch]"),
+        pytest.param(
+            "torch", ["verify", "{tmp}", "--model", "m"], "shmconn[torch]", marks=pytest.mark.long
+        ),
+        pytest.param("torch", ["bench", "files"], "shmconn[torch]", marks=pytest.mark.long),
         ("torch", ["drain", "r", "--to", "{tmp}", "--format", "modelopt"], "shmconn[torch]"),
         ("prometheus_client", ["drain", "r", "--to", "{tmp}", "--metrics-port", "0"], "[metrics]"),
-        ("PIL", ["inspect", "{file}", "--png", "{tmp}/x.png"], "shmconn[png]"),
+        pytest.param(
+            "PIL",
+            ["inspect", "{file}", "--png", "{tmp}/x.png"],
+            "shmconn[png]",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_feature_names_the_extra_that_it_needs(tmp_path, package, words, says) -> None:
