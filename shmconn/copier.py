@@ -265,14 +265,25 @@ class Copier:
 
     def _settle(self, work: Work, reason: str | None) -> None:
         """The one end of every request: a tombstone if it is lost, then its report."""
+        before: int | None = None
         try:
             if reason is not None:
+                before = self._producer.lost[reason]
                 self._lose(work, reason)
         except Exception:
-            logger.exception("shmconn: the loss of request %r is not recorded", work.request_id)
+            logger.exception("shmconn: a fault at the loss of request %r", work.request_id)
+            self._bury_after_all(work, reason or "fault", before)
         finally:
             if work.report:
                 self._done.append(work.request_id)
+
+    def _bury_after_all(self, work: Work, reason: str, before: int | None) -> None:
+        """A second try, if the first left no tombstone: a reader must not wait for it in vain."""
+        try:
+            if before is None or self._producer.lost[reason] == before:
+                self._producer.bury(work.number, work.request_id, reason)
+        except Exception:
+            logger.exception("shmconn: the loss of request %r is not recorded", work.request_id)
 
     def _lose(self, work: Work, reason: str) -> None:
         self._count(self._tally.lost, reason)

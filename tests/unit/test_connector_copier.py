@@ -384,6 +384,27 @@ def test_a_fault_in_a_tombstone_costs_no_report(
     assert rig.done == Counter({work.request_id: 1})
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_a_tombstone_that_failed_once_is_written_once(
+    rig: Rig, reader: Subscription, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    real = rig.producer.bury
+    calls = 0
+
+    def bury(*values: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if after or calls > 1:
+            real(*values)
+        if calls == 1:
+            boom()
+
+    monkeypatch.setattr(rig.producer, "bury", bury)
+    rig.submit(rig.work(reason="aborted"))
+    rig.wait(lambda: rig.producer.settled == 1)
+    assert rig.producer.lost["aborted"] == 1 and calls == (1 if after else 2)
+
+
 def test_a_shutdown_publishes_what_still_fits_and_buries_the_rest(
     rig: Rig, reader: Subscription
 ) -> None:
