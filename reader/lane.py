@@ -159,7 +159,8 @@ class Lane:
                 del job  # the last reference to the sample's bytes: its lease ends here
         except RingMissing as error:
             self.missing = True
-            self._fail(str(error))
+            self.error = self.error or str(error)  # said once, at the end
+            self._stop.set()
         except ShmConnError as error:
             self._fail(str(error))
         except Exception as error:

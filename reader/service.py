@@ -351,6 +351,9 @@ class _Drain:
         return EXIT_ALL_READ
 
     def _summary(self, lane: Lane, seconds: float) -> list[str]:
+        if lane.missing:
+            earlier = self._lanes[: self._lanes.index(lane)]
+            return [] if any(other.missing for other in earlier) else [f"error: {lane.error}"]
         counts = lane.counts
         rate = counts.samples / seconds if seconds else 0.0
         text = (
