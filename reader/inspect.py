@@ -5,18 +5,26 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from reader.peek import Look, look_at
+from reader.tables import Column, Row, fitted
 from shmconn.errors import OptionError
 from shmconn.handle import format_size
 
 if TYPE_CHECKING:
     import torch
 
+_LAYERS = (
+    Column("LAYER", right=True),
+    Column("FIRST ROW", right=True, rank=3),
+    Column("MEDIAN", right=True, rank=1),
+    Column("LEAST", right=True, rank=4),
+    Column("GREATEST", right=True, rank=5),
+    Column("ZERO ROWS", right=True),
+    Column("NOT FINITE", right=True),
+)
 _CELL_HEIGHT = 26  # pixels per layer
 _WIDTH = 1000  # pixels of the map at most; fewer tokens get wider cells
 _LEFT, _TOP, _RIGHT, _BOTTOM = 70, 44, 90, 46
@@ -48,7 +56,7 @@ def run(source: str, *, index: int, png: Path | None, as_json: bool) -> None:
         console.print(Text(f"  {key:<11}"), Text(value[:300]), sep="")
     console.print(f"  {'size':<11}{format_size(size)}")
     console.print(f"  {'token ids':<11}{_ids(look.token_ids)}")
-    console.print(_table(layers))
+    console.print(fitted(_LAYERS, _rows(layers), console))
     if png is not None:
         console.print(f"wrote {png}", markup=False)
 
@@ -90,20 +98,19 @@ def _ids(token_ids: "torch.Tensor") -> str:
     return f"{shown}{f', ... {more} more' if more > 0 else ''}"
 
 
-def _table(layers: list[dict[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    names = ("LAYER", "FIRST ROW", "MEDIAN", "LEAST", "GREATEST", "ZERO ROWS", "NOT FINITE")
-    for name in names:
-        table.add_column(name, justify="right")
+def _rows(layers: list[dict[str, Any]]) -> list[Row]:
+    rows: list[Row] = []
     for layer in layers:
         numbers = [layer[key] for key in ("first", "median", "least", "greatest")]
-        table.add_row(
-            str(layer["layer"]),
-            *("-" if number is None else f"{number:.4g}" for number in numbers),
-            Text(str(layer["zero_rows"]), style="red" if layer["zero_rows"] else ""),
-            Text(str(layer["rows_not_finite"]), style="red" if layer["rows_not_finite"] else ""),
+        rows.append(
+            (
+                str(layer["layer"]),
+                *("-" if number is None else f"{number:.4g}" for number in numbers),
+                Text(str(layer["zero_rows"]), style="red" if layer["zero_rows"] else ""),
+                Text(str(layer["rows_not_finite"]), style="red" * bool(layer["rows_not_finite"])),
+            )
         )
-    return table
+    return rows
 
 
 def draw(look: Look, rows: "torch.Tensor", path: Path) -> None:
