@@ -10,6 +10,7 @@ the step are written.
 import copy
 import dataclasses
 import functools
+import inspect
 import itertools
 import time
 import warnings
@@ -26,6 +27,7 @@ with warnings.catch_warnings():
     from vllm.distributed import kv_transfer, parallel_state
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+    from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorMetadata,
@@ -51,6 +53,8 @@ LAYERS = [1, 2]
 BLOCK = 16
 POISON = float("nan")
 HIDDEN_LAYER = "model.cache_only_layers.30"
+# Whether a MultiConnector joins its children's replies; up to 0.22 only one of them may reply.
+MERGES = "Only one connector" not in inspect.getsource(multi_connector)
 
 
 @functools.cache
@@ -280,7 +284,7 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         finished = request.status != RequestStatus.FINISHED_ABORTED
-        return finished, {"other": 1} if finished else None
+        return finished, {"other": 1} if finished and MERGES else None
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         done = {one for one, steps in self.held.items() if steps == 0}
