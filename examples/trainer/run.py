@@ -101,7 +101,10 @@ async def train(command: list[str], kill_after: int, figures: Path) -> int:
     """Runs the trainer, and again if it is killed. Returns its exit code."""
     environment = {**os.environ, **ENVIRONMENT}
     while True:
-        trainer = await asyncio.create_subprocess_exec(*command, env=environment)
+        # Ctrl-C is for us: we end it.
+        trainer = await asyncio.create_subprocess_exec(
+            *command, env=environment, start_new_session=True
+        )
         try:
             if kill_after:
                 await kill(trainer, kill_after, figures)
@@ -185,13 +188,17 @@ def main() -> None:
     # The group is there from the first sample on, so the trainer misses none.
     options = ["--layers", LAYERS, "--ring-size", str(size), "--group", "trainer"]
     flags = ["--max-model-len=1024", "--max-num-seqs=8", "--dtype=float32"]
-    with Served("trainer-example", out, options, flags) as served:
-        command = [
-            *(sys.executable, str(HERE / "train.py"), served.ring, "--vocabulary", str(vocabulary)),
-            *("--held-out", str(arguments.held_out), "--out", str(out)),
-            *("--samples", str(arguments.samples + arguments.held_out)),
-        ]
-        code = asyncio.run(serve_and_train(served, command, arguments, texts))
+    try:
+        with Served("trainer-example", out, options, flags) as served:
+            command = [
+                *(sys.executable, str(HERE / "train.py"), served.ring, "--out", str(out)),
+                *("--vocabulary", str(vocabulary), "--held-out", str(arguments.held_out)),
+                *("--samples", str(arguments.samples + arguments.held_out)),
+            ]
+            code = asyncio.run(serve_and_train(served, command, arguments, texts))
+    except KeyboardInterrupt:
+        console.print("\ninterrupted: run it again, and it goes on from its checkpoint")
+        code = 130
     sys.exit(code)
 
 

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def run() -> Iterator[Callable[..., str]]:
     """Runs an example to its end; what it printed, if it ended well and left nothing behind."""
     rings: list[str] = []
 
-    def start(script: Path, *words: object) -> str:
+    def start(script: Path, *words: object, until: Callable[[], bool] | None = None) -> str:
         process = subprocess.Popen(
             [sys.executable, str(script), *map(str, words)],
             stdout=subprocess.PIPE,
@@ -43,14 +44,20 @@ def run() -> Iterator[Callable[..., str]]:
             text=True,
         )
         rings.append(f"{script.parent.name}-example-{process.pid}")
+        deadline = time.monotonic() + WATCHDOG_S
         try:
+            while until and not until() and process.poll() is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            if until:
+                process.send_signal(signal.SIGINT)
             out, _ = process.communicate(timeout=WATCHDOG_S)
         finally:
             # It ends its server when it is interrupted; a killed one could not.
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
                 process.wait(120)
-        assert process.returncode == 0, out[-5000:]
+        assert process.returncode == (130 if until else 0), out[-5000:]
         assert "Traceback" not in out, out
         return out
 
@@ -81,6 +88,23 @@ def test_the_trainer_learns_online_and_goes_on_after_a_kill(
     assert after["acceptance"] > 0.15
     plotted = (tmp_path / "progress.png").exists()
     assert f"plot: {tmp_path}" in out if plotted else "no plot (pip install matplotlib)" in out
+
+
+def test_the_trainer_goes_on_with_another_server_where_it_was_interrupted(
+    run: Callable[..., str], tmp_path: Path
+) -> None:
+    script, checkpoint = EXAMPLES / "trainer" / "run.py", tmp_path / "checkpoint.pt"
+    words = ("--samples", 40, "--held-out", 4, "--out", tmp_path)
+    figures = tmp_path / "figures.json"
+
+    def begun() -> bool:
+        return checkpoint.exists() and len(json.loads(figures.read_text())["batches"]) >= 4
+
+    run(script, *words, until=begun)
+    out = run(script, *words)
+    assert re.search(r"resumed at batch \d+", out), out
+    tags = [tag for batch in json.loads(figures.read_text())["batches"] for tag in batch["tags"]]
+    assert sorted(tags) == sorted(f"learn-{number}" for number in range(40))
 
 
 def test_the_probe_tells_animals_from_countries_that_it_has_not_seen(
