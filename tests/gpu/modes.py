@@ -30,6 +30,7 @@ sys.path.append(str(VLLM_TESTS))
 
 import torch  # noqa: E402
 from offline import Offline, agree, prompt, random_model, set_up  # noqa: E402
+from rings import remove_ring  # noqa: E402
 
 LAYERS = [2, 6, 7, 8]
 SEED = 5
@@ -153,6 +154,9 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             code = -1
     lines = (out / f"{name}.log").read_text(errors="replace").splitlines()
+    for line in lines:
+        if line.startswith("RING "):
+            remove_ring(line.split()[1])
     said = [one for one in lines if one.split(" ")[0] in ("ENGINE", "SAMPLES", "PREEMPTIONS")]
     if code:
         said += [one for one in lines if "Error" in one][-2:]
