@@ -170,6 +170,7 @@ LONG = (
         groups=(2,),
         kills=1,
         killed="producer",
+        partial=True,
     ),
     _case(
         "start, read, clean up, a newcomer, 1 kill of a member",
@@ -191,6 +192,7 @@ LONG = (
         producers=2,
         kills=1,
         killed="producer",
+        partial=True,
     ),
     _case(
         "two starts that may fail, 1 kill of a member",
@@ -209,6 +211,7 @@ LONG = (
         may_fail=True,
         kills=1,
         killed="producer",
+        partial=True,
     ),
     _case(
         "a start with a named group fails, store buffers",
