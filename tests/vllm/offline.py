@@ -248,7 +248,7 @@ def agree(first: Sequence[shmconn.Sample], second: Sequence[shmconn.Sample]) -> 
     for one, other in zip(first, second, strict=True):
         tokens = min(one.metadata["prompt_tokens"], other.metadata["prompt_tokens"])
         a, b = one.hidden_states[:tokens], other.hidden_states[:tokens]
-        assert error(a, b) < NOISE[a.dtype]
+        assert error(a, b) < NOISE[a.dtype], f"{tokens} tokens differ by {error(a, b)}"
         if tokens > 1:
             # The check sees what it is for: a row of a neighbour, or another layer.
             assert error(a.roll(1, 0), b) > NOISE[a.dtype]
