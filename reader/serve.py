@@ -136,6 +136,11 @@ def make_plan(options: ServeOptions) -> ServePlan:
         extra["ring"] = check_name(options.ring)
     if options.groups:
         extra["groups"] = [check_name(group, "group") for group in options.groups]
+    # What was typed is checked before the hub is asked, which may take its time to answer.
+    if options.layers is not None:
+        parse_layers(options.layers, None)
+    rings = _rings_of(flags)
+    size = _ring_size(options.ring_size, rings)
     shape = read_shape(
         options.model,
         revision=_value_of(flags, "--revision"),
@@ -146,8 +151,6 @@ def make_plan(options: ServeOptions) -> ServePlan:
         if options.layers is None
         else parse_layers(options.layers, shape.layers)
     )
-    rings = _rings_of(flags)
-    size = _ring_size(options.ring_size, rings)
     # Text, because that is what a person reading the command understands.
     extra["ring_size"] = options.ring_size or f"{size // _MIB}MiB"
     command = [sys.executable, "-m", SERVER_MODULE, "--model", options.model]

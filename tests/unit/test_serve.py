@@ -153,6 +153,25 @@ def test_bad_input_is_refused_before_vllm_starts(
         make_plan(ServeOptions(model, **options))
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"layers": "1,x"}, "1,x"),
+        ({"layers": "3,3"}, "layer 3 twice"),
+        ({"ring_size": "10XB"}, "10XB"),
+        ({"ring": "../x"}, "../x"),
+    ],
+)
+def test_what_was_typed_wrong_is_told_before_the_model_hub_is_asked(
+    options: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(serve, "read_shape", lambda model, **_: asked.append(model))
+    with pytest.raises(OptionError, match=says.replace(".", "[.]")):
+        make_plan(ServeOptions("far/away", **options))
+    assert asked == []
+
+
 def test_the_default_ring_is_a_quarter_of_what_is_free_shared_by_the_ranks(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
