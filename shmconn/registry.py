@@ -98,6 +98,7 @@ class Registry:
             if _magic(file) == 0:
                 # Nobody else is making it, for we hold R: its maker died, or it is ours to make.
                 # By the magic only: to empty one of another size could be SIGBUS for its users.
+                cls._refuse_used(name, file)
                 cls._make(file)
             registry = cls(file)
         except BaseException:
@@ -129,6 +130,15 @@ class Registry:
                 raise RingMissing(f"there is no ring {name!r}")
             with contextlib.suppress(FileExistsError):
                 return ShmFile(file_name, posix_ipc.O_CREX, mode)
+
+    @staticmethod
+    def _refuse_used(name: str, file: ShmFile) -> None:
+        """A half-made registry has no ring and no member; one with either has lost its magic.
+
+        To make that anew would take its users' groups, and the pages under their leases.
+        """
+        if file.size and (ring_files(name) or file.locks.held(layout.LOCK_R + 1, layout.LOCK_R)):
+            raise SegmentCorrupt(file.name, "magic", "is 0, and there are rings or members of it")
 
     @staticmethod
     def _make(file: ShmFile) -> None:

@@ -106,7 +106,7 @@ class ShmFile:
         return mine.st_nlink > 0 and (mine.st_dev, mine.st_ino) == (named.st_dev, named.st_ino)
 
     def reserve(self, size: int, what: str) -> None:
-        """Empties the file, then takes ``size`` bytes of real memory for it.
+        """Empties the file, which nobody uses, then takes ``size`` bytes of real memory for it.
 
         ``ftruncate`` would succeed on a full tmpfs, and the first touch would be SIGBUS.
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from shmconn import layout
 from shmconn.cleanup import sweep_others
@@ -88,3 +89,36 @@ def test_a_registry_in_use_keeps_its_memory_whatever_others_do(ring: str) -> Non
         # Had it been emptied, this would be SIGBUS.
         assert mapped[size - 1] == 0
     os.unlink(path)
+
+
+@pytest.mark.parametrize("with_ring", [True, False])
+def test_a_registry_in_use_that_lost_its_magic_is_refused_and_not_made_anew(
+    ring: str, with_ring: bool
+) -> None:
+    producer = Producer.create(ring, size="2MiB", layer_ids=[0], hidden_size=8)
+    with subscribe(ring, "mine") as subscription:
+        producer.put(torch.ones(3, 1, 8, dtype=torch.bfloat16), [1, 2, 3], request_id="r")
+        sample = subscription.next(5)
+        assert sample is not None
+        if not with_ring:
+            producer.close()
+            assert subscription.next(5) is None and subscription.ended
+        path = path_of(registry_file(ring))
+        registry = Path(path)
+        whole = registry.read_bytes()
+        with open(path, "r+b") as file:
+            file.seek(layout.MAGIC)
+            file.write(bytes(8))
+        for use in (start, lambda name: subscribe(name, "group", wait_s=1)):
+            with pytest.raises(SegmentCorrupt, match="magic"):
+                use(ring)
+        sweep_others("another-name")
+        now = registry.read_bytes()
+        # The note of who locks it comes and goes.
+        assert now[layout.GROUP_STATES :] == whole[layout.GROUP_STATES :]
+        assert sample.hidden_states.sum() == 24
+        sample.release()
+        with open(path, "r+b") as file:
+            file.seek(layout.MAGIC)
+            file.write(layout.REGISTRY_MAGIC.to_bytes(8, "little"))
+    producer.close()
