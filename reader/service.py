@@ -11,8 +11,8 @@ import contextlib
 import hashlib
 import logging
 import os
+import queue
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -100,22 +100,36 @@ class Outcome:
 
 
 class _Signals:
-    """Notes what the process was told."""
+    """Notes what the process was told.
+
+    A handler runs between any two steps of the main thread, which may hold any lock just then: so
+    it takes none. A threading.Event has one; a SimpleQueue's put is made for this.
+    """
 
     def __init__(self, reopen: Callable[[], None] | None) -> None:
         self.received: int | None = None
-        self.woken = threading.Event()
+        self._told: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._reopen = reopen
+        self._hung_up = False
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleeps until a signal comes, or the time is over; opens the logs anew if that was it."""
+        with contextlib.suppress(queue.Empty):
+            self._told.get(timeout=timeout_s)
+        if self._hung_up and self._reopen is not None:
+            self._hung_up = False
+            self._reopen()
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
             os._exit(EXIT_SIGNAL + number)  # told twice: no more waiting, leases die with us
         self.received = number
-        self.woken.set()
+        self._told.put(None)
 
     def _hang_up(self, number: int, frame: FrameType | None) -> None:
         if self._reopen is not None:
-            self._reopen()
+            self._hung_up = True
+            self._told.put(None)
         else:
             self._end(number, frame)
 
@@ -153,7 +167,7 @@ def run(
     Args:
         options: what to do.
         progress: shows how it goes.
-        reopen_logs: called at SIGHUP; None makes that a signal to stop.
+        reopen_logs: called after SIGHUP; None makes that a signal to stop.
         observe: called with each look at the outputs.
 
     Raises:
@@ -262,7 +276,7 @@ class _Drain:
         """Look at the writers until they are done or we are told to stop."""
         shown = 0.0
         while signals.received is None and any(lane.running for lane in self._lanes):
-            signals.woken.wait(_LOOK_S)
+            signals.wait(_LOOK_S)
             if time.monotonic() - shown >= _SHOW_S:
                 shown = time.monotonic()
                 self._look()

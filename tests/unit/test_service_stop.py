@@ -4,6 +4,8 @@
 import os
 import secrets
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -70,3 +72,53 @@ def test_a_write_that_hangs_does_not_hold_up_the_stop_and_its_sample_is_kept(mon
         while groups(name)[0].alive:
             threading.Event().wait(0.01)
         remove_group(name, "files")
+
+
+# Sleeps as the service does while signals come, until it has had thousands of them.
+STORM = """
+import signal, sys, threading, types
+from reader.service import _Signals
+signals = _Signals(None)
+if sys.argv[1] == "event":
+    event = threading.Event()
+    signals.wait = event.wait
+    signals._told = types.SimpleNamespace(put=lambda _: event.set())
+else:
+    event = threading.Event()
+count = 0
+def handler(number, frame):
+    global count
+    count += 1
+    signals._told.put(None)
+    if count < 5000:
+        signal.setitimer(signal.ITIMER_REAL, 0.0001)
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.0001)
+while count < 5000:
+    signals.wait(0.00005)
+    event.clear()
+print("had", count)
+"""
+
+
+def storm(kind: str, timeout_s: float) -> str | None:
+    """What the sleeper said; None if it hung."""
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", STORM, kind],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=True,
+        ).stdout
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def test_a_signal_at_any_moment_of_the_sleep_is_heard_and_hangs_nothing() -> None:
+    said = storm("ours", 120)
+    assert said == "had 5000\n"
+
+
+def test_a_threading_event_in_a_handler_is_seen_to_hang() -> None:
+    assert storm("event", 5) is None
