@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from crash import planted
@@ -24,9 +24,12 @@ A_SEED = 4000  # tries of operations; some find nothing to do
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet() -> Iterator[None]:
     """Leaves with samples unread are what happens here all the time."""
-    monkeypatch.setattr(logging.root.manager, "disable", logging.WARNING)
+    # By its own call: loggers remember what is enabled, and only this makes them forget.
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def operate(ring: str, operations: int) -> None:

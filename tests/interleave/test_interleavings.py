@@ -41,11 +41,13 @@ SEED = int(os.environ.get("SHMCONN_SEED", "0")) or secrets.randbits(31)
 @pytest.fixture
 def tiny(ring: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of a tiny ring, with the seams in."""
-    monkeypatch.setattr(logging.root.manager, "disable", logging.WARNING)
+    # By its own call: loggers remember what is enabled, and only this makes them forget.
+    logging.disable(logging.WARNING)
     seams.install(monkeypatch)
     # Finalizers must run where the last reference goes, not where a collection strikes.
     gc.disable()
     yield ring
+    logging.disable(logging.NOTSET)
     gc.enable()
     gc.collect()
 
