@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from processes import Child, shm_files, unlink_unused
+from processes import ENVIRONMENT, ROOT, Child, shm_files, unlink_unused
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
@@ -37,7 +37,6 @@ from shmconn.directory import remove_group, remove_rings, rings
 from shmconn.errors import OptionError, RingMissing
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
 MODEL = ROOT / ".cache" / "smollm2"
 LAYERS = "8,15,22,30"
 # Small on purpose: 48 samples go through it, so it wraps around several times.
@@ -57,14 +56,6 @@ SERVER_FLAGS = [
     "--enable-chunked-prefill",
     "--enable-prefix-caching",
 ]
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),
-    "VLLM_NO_USAGE_STATS": "1",
-    # Threads that spin while they wait cost a busy machine two thirds of its time.
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
 # A busy machine takes several times the minute that this takes alone.
 START_TIMEOUT_S = 600.0
 SHUTDOWN_TIMEOUT_S = 60.0

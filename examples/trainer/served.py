@@ -12,23 +12,14 @@ from types import TracebackType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo"))
 
-from processes import Child, shm_files, unlink_unused
+from processes import ENVIRONMENT, ROOT, Child, shm_files, unlink_unused
 from rich.console import Console
 from rich.markup import escape
 
 from shmconn.directory import groups, remove_group, remove_rings, rings
 from shmconn.errors import OptionError, RingMissing
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / ".cache" / "smollm2"
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),
-    "VLLM_NO_USAGE_STATS": "1",
-    # vLLM and the trainer share the cores: threads that spin while they wait would take them.
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
 START_S = 600
 STOP_S = 60
 

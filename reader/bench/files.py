@@ -5,21 +5,18 @@ The ring is full when the clock starts, and nobody fills it meanwhile: so this i
 drain alone. Each figure is the median of the repeats; the ways take turns within one run.
 """
 
-import json
 import secrets
 import shutil
 import statistics
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from safetensors.torch import save_file
 
 import shmconn
-from reader.bench.ring import Figure, table
+from reader.bench.ring import Figure, show
 from reader.lane import Lane
 from reader.sinks import SinkOptions, open_sink
 from shmconn.errors import ShmConnError
@@ -33,11 +30,7 @@ def run(
 ) -> int:
     """Measures and prints; returns 1 if a goal is missed."""
     figures = measure(sample_mib=sample_mib, samples=samples, repeats=repeats)
-    if json_out:
-        print(json.dumps([asdict(figure) | {"met": figure.met} for figure in figures], indent=1))
-    else:
-        Console().print(table(figures, "drain to files on tmpfs"))
-    return 0 if all(figure.met for figure in figures) else 1
+    return show(figures, "drain to files on tmpfs", json_out=json_out)
 
 
 def measure(*, sample_mib: int, samples: int, repeats: int) -> list[Figure]:

@@ -19,16 +19,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import shmconn
-from reader.bench.ring import MIB, Figure, table
+from reader.bench.ring import MIB, Figure, show
 from shmconn.collate import Collator
 from shmconn.dataset import SampleDataset
 from shmconn.sample import Sample
@@ -57,11 +56,7 @@ def run(
 ) -> int:
     """Measures and prints; returns 1 if a goal is missed."""
     figures = measure(sample_mib=sample_mib, samples=samples, repeats=repeats)
-    if json_out:
-        print(json.dumps([asdict(figure) | {"met": figure.met} for figure in figures], indent=1))
-    else:
-        Console().print(table(figures, "the trainer's input: one writer, one reader"))
-    return 0 if all(figure.met for figure in figures) else 1
+    return show(figures, "the trainer's input: one writer, one reader", json_out=json_out)
 
 
 def measure(*, sample_mib: int, samples: int, repeats: int) -> list[Figure]:

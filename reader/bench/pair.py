@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from reader.bench.bus import Bus
+from reader.bench.bus import BLOCK, Bus
 from reader.bench.crew import LAYERS, Crew, Run, crew, measure_handoff
 from reader.bench.engine import Child, kill_group
 
@@ -124,8 +124,8 @@ def two_engines(run: Run) -> None:
         if len(team.engines) < 2:
             return
         reader = team.readers["a"]
-        for engine in team.engines.values():
-            engine.tell("batch", count=4 * count, tokens=tokens, seed=id(engine) % 997)
+        for seed, engine in enumerate(team.engines.values()):
+            engine.tell("batch", count=4 * count, tokens=tokens, seed=seed)
         for engine in team.engines.values():
             engine.answer(300)
         state = reader.ask("wait", 150, requests=8 * count, at_most_s=120.0)
@@ -203,7 +203,7 @@ def _through(run: Run, bus: Bus, node: str, tokens: int, samples: int) -> None:
     try:
         reader.answer(120)
         nbytes = tokens * bus.layers * bus.hidden * 2
-        ids, blocks = list(range(tokens)), bus.order[: -(-tokens // 16)]
+        ids, blocks = list(range(tokens)), bus.order[: -(-tokens // BLOCK)]
         single = []
         for turn in range(5 + (2 if run.tiny else 15)):
             began = time.monotonic()

@@ -45,10 +45,15 @@ def run(
 ) -> int:
     """Measures and prints; returns 1 if a goal is missed."""
     figures = measure(sample_mib=sample_mib, samples=samples, repeats=repeats)
+    return show(figures, "ring: one producer process, one reader process", json_out=json_out)
+
+
+def show(figures: list[Figure], title: str, *, json_out: bool) -> int:
+    """Prints what a bench measured; returns 1 if a goal is missed."""
     if json_out:
         print(json.dumps([asdict(figure) | {"met": figure.met} for figure in figures], indent=1))
     else:
-        Console().print(table(figures))
+        Console().print(table(figures, title))
     return 0 if all(figure.met for figure in figures) else 1
 
 
@@ -125,9 +130,7 @@ def _answer(process: "subprocess.Popen[str]") -> str:
     return out.strip().splitlines()[-1]
 
 
-def table(
-    figures: list[Figure], title: str = "ring: one producer process, one reader process"
-) -> Table:
+def table(figures: list[Figure], title: str) -> Table:
     """The figures for people."""
     table = Table(title=title)
     for column in ("what", "value", "goal", ""):
