@@ -141,6 +141,9 @@ Meanwhile = Callable[[], None] | None
 class Capture(Protocol):
     """Copies a request's blocks out of the cache into a slot."""
 
+    def at_step(self) -> None:
+        """Called once by the main thread, amid a step: marks are made on that step's stream."""
+
     def mark(self) -> Any:
         """Called by the main thread: a point in the device's work that a copy waits for."""
 
@@ -181,6 +184,9 @@ class HostCapture:
     def __init__(self, cache: CacheView) -> None:
         self._cache = cache
         self._words: np.ndarray[Any, Any] = cache.words().numpy()
+
+    def at_step(self) -> None:
+        """There are no streams."""
 
     def mark(self) -> None:
         """Host memory is written when a step returns: there is nothing to wait for."""

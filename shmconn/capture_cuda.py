@@ -11,7 +11,7 @@ waited for by the host: an event recorded on it holds the lanes back.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,15 +37,20 @@ class Device:
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._pinned: Pinned | None = None
+        self._steps: Any = None
 
     def bind(self) -> None:
         """Makes the device the current one of this thread."""
         torch.accelerator.set_device_index(self._device)
 
+    def at_step(self) -> None:
+        """Takes the stream that is current now for that of all steps."""
+        self._steps = self._module.current_stream(self._device)
+
     def mark(self) -> Any:
-        """An event after all work that this thread has queued on its current stream."""
+        """An event after all work that is queued on the steps' stream."""
         event = self._module.Event()
-        event.record(self._module.current_stream(self._device))
+        event.record(self._steps or self._module.current_stream(self._device))
         return event
 
     def stream(self) -> Any:
@@ -83,7 +88,7 @@ class Device:
             return str(error)
         return None
 
-    def pieces(self, target: torch.Tensor) -> Iterable[slice]:
+    def pieces(self, target: torch.Tensor) -> Sequence[slice]:
         """Parts of a flat tensor that one DMA each can fill."""
         if self._pinned is None:
             return [slice(None)]
@@ -102,28 +107,37 @@ class Blocks:
 
     Args:
         most: blocks that one request can have.
+        chunk: blocks in one chunk.
     """
 
-    def __init__(self, device: Device, most: int) -> None:
-        self.ids = device.empty((most,), torch.int64)
+    def __init__(self, device: Device, most: int, chunk: int) -> None:
+        self._ids = device.empty((most,), torch.int64)
         self._pinned = device.pinned((most,), torch.int64)
         self._numbers = self._pinned.numpy()
         self._there = device.event(sleep=False)
+        self._chunk = chunk
+        self._chunks = torch.split(self._ids, chunk)
 
-    def upload(self, ids: Sequence[int], ready: Any, lanes: "Sequence[Lane]") -> None:
+    def upload(self, ids: Sequence[int], ready: Any, lanes: "Sequence[Lane]") -> list[torch.Tensor]:
         """Holds all lanes back until ``ready``, and until the ids are on the device.
 
         The last request's copy is over by now, so nothing reads its ids any more.
+
+        Returns:
+            The ids of each chunk.
         """
         count = len(ids)
         self._numbers[:count] = ids
         first, *others = lanes
         with first.current():
             first.stream.wait_event(ready)
-            self.ids[:count].copy_(self._pinned[:count], non_blocking=True)
+            self._ids[:count].copy_(self._pinned[:count], non_blocking=True)
             self._there.record(first.stream)
         for lane in others:
             lane.stream.wait_event(self._there)
+        whole, rest = divmod(count, self._chunk)
+        last = [self._chunks[whole][:rest]] if rest else []
+        return [*self._chunks[:whole], *last]
 
 
 class Lane:
@@ -139,9 +153,10 @@ class Lane:
         self._words = words
         self._device = device
         self.stream = device.stream()
+        self._blocks = blocks
         self._staging = device.empty((blocks, *words.shape[1:]), words.dtype)
-        self._rows = self._staging.view(-1, *words.shape[2:])
-        self._bounce = device.pinned(self._rows.shape, words.dtype) if bounce else None
+        self._flat = self._staging.view(-1)
+        self._bounce = device.pinned(self._flat.shape, words.dtype) if bounce else None
         # A sleeper wakes 0.2 ms late, which the other lane's chunk covers; after the last chunk
         # nothing does, so that one is waited for spinning.
         self._sleep = device.event(sleep=True)
@@ -154,16 +169,26 @@ class Lane:
         return self._device.on(self.stream)
 
     def send(self, ids: torch.Tensor, target: torch.Tensor, *, last: bool) -> None:
-        """Queues one chunk: the first rows of these blocks go to ``target``."""
+        """Queues one chunk: the first rows of these blocks go to ``target``, which is flat.
+
+        As few calls as can be: torch lets go of the interpreter lock in each, and the engine's
+        main thread may keep it for a while.
+        """
         if self._bounce is not None:
             self.finish()
-        rows = target.shape[0]
+        whole = len(ids) == self._blocks
+        size = len(target)
         with self.current():
-            torch.index_select(self._words, 0, ids, out=self._staging[: len(ids)])
-            landing = (target if self._bounce is None else self._bounce[:rows]).view(-1)
-            source = self._rows[:rows].view(-1)
-            for piece in self._device.pieces(landing):
-                landing[piece].copy_(source[piece], non_blocking=True)
+            staging = self._staging if whole else self._staging[: len(ids)]
+            torch.index_select(self._words, 0, ids, out=staging)
+            source = self._flat if size == len(self._flat) else self._flat[:size]
+            landing = target if self._bounce is None else self._bounce[:size]
+            pieces = self._device.pieces(landing)
+            if len(pieces) == 1:
+                landing.copy_(source, non_blocking=True)
+            else:
+                for piece in pieces:
+                    landing[piece].copy_(source[piece], non_blocking=True)
             self._sent = self._spin if last else self._sleep
             self._sent.record(self.stream)
         self._target = target
@@ -174,7 +199,7 @@ class Lane:
             return
         self._sent.synchronize()
         if self._bounce is not None:
-            np.copyto(self._target.numpy(), self._bounce[: self._target.shape[0]].numpy())
+            np.copyto(self._target.numpy(), self._bounce[: len(self._target)].numpy())
         self._target = None
 
     def abandon(self) -> None:
@@ -211,14 +236,19 @@ class DeviceCapture:
         words = cache.words()
         self._words = words
         self._chunk = max(1, chunk_bytes // (cache.block * cache.row_bytes))
+        self._chunk_words = self._chunk * cache.block * words.shape[2] * words.shape[3]
         try:
-            self._blocks = Blocks(self._device, words.shape[0])
+            self._blocks = Blocks(self._device, words.shape[0], self._chunk)
             self._lanes = [
                 Lane(self._device, words, self._chunk, bounce=problem is not None) for _ in range(2)
             ]
         except BaseException:
             self._device.unregister()
             raise
+
+    def at_step(self) -> None:
+        """Marks are made on the stream that is current now."""
+        self._device.at_step()
 
     def mark(self) -> Any:
         """A point on the compute stream that no copy passes before it is reached."""
@@ -238,16 +268,14 @@ class DeviceCapture:
             self._fill(fill, ids, ready, meanwhile)
 
     def _fill(self, fill: Fill, ids: Sequence[int], ready: Any, meanwhile: Meanwhile) -> None:
-        target = torch.frombuffer(fill.states, dtype=self._words.dtype)
-        target = target.view(fill.tokens, *self._words.shape[2:])
+        flat = torch.frombuffer(fill.states, dtype=self._words.dtype)
         try:
-            self._blocks.upload(ids, ready, self._lanes)
+            chunks = self._blocks.upload(ids, ready, self._lanes)
+            targets = torch.split(flat, self._chunk_words)
             other, lane = self._lanes
-            for turn, first in enumerate(range(0, len(ids), self._chunk)):
-                end = min(first + self._chunk, len(ids))
-                rows = target[first * self._cache.block : end * self._cache.block]
+            for turn, (chunk, target) in enumerate(zip(chunks, targets, strict=True)):
                 lane, other = other, lane
-                lane.send(self._blocks.ids[first:end], rows, last=end == len(ids))
+                lane.send(chunk, target, last=turn == len(chunks) - 1)
                 # Both lanes are busy, and the next turn may have to wait for the first of them.
                 if meanwhile is not None and turn == len(self._lanes) - 1:
                     meanwhile()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV connector that vLLM loads: which hook does what. The work is done elsewhere.
 
-    scheduler    request_finished  -> Intake: number, tokens, reason, reply
+    scheduler    request_finished  -> Intake: number, tokens, reason, reply; and the Copier at once,
+                                      if the writing worker lives in this process
                  build_connector_meta: what finished goes to the workers with the next step
     worker       register_kv_caches -> the ring (tensor-parallel rank 0 only)
                  get_finished      -> Copier: takes work in, gives finished ids back
@@ -32,7 +33,7 @@ from shmconn.config import ConnectorConfig, auto_ring_name
 from shmconn.hold import Throttle
 from shmconn.intake import Intake, RingIdentity, Work
 from shmconn.stats import ShmPromMetrics, ShmStats
-from shmconn.worker import Bystander, Target, Writer, open_writer
+from shmconn.worker import Bystander, Target, Writer, open_writer, writer_here
 
 logger = logging.getLogger("vllm.shmconn")
 
@@ -97,6 +98,8 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self._group, self._block_size = find_group(kv_cache_config)
         self._intake = Intake(block_size=self._block_size, ring=self._ring)
         self._worker: Writer | Bystander = Bystander(reports=False)
+        # Of the ring that the worker announced; empty until then.
+        self._generation = ""
 
     # --- what vLLM asks of the class ------------------------------------------------------------
 
@@ -132,7 +135,7 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self, request: Any, block_ids: Sequence[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Takes a finished request in; its blocks stay until the copy is done."""
-        return self._intake.finish(request, block_ids)
+        return self._finish(request, block_ids)
 
     @_never_raises(lambda: (False, None))
     def request_finished_all_groups(
@@ -140,7 +143,22 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same, where vLLM has several groups of KV caches."""
         known = self._group < len(block_ids)
-        return self._intake.finish(request, block_ids[self._group] if known else ())
+        return self._finish(request, block_ids[self._group] if known else ())
+
+    def _finish(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        answer = self._intake.finish(request, block_ids)
+        self._hand_over()
+        return answer
+
+    @_never_raises(lambda: None)
+    def _hand_over(self) -> None:
+        """Spares a request the wait for the next step, if its worker is here.
+
+        That step's metadata has it all the same, for other ranks; the writer takes it once.
+        """
+        writer = writer_here(self._generation)
+        if writer is not None:
+            writer.submit(self._intake.fresh())
 
     @_never_raises(lambda: None)
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
@@ -151,6 +169,7 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         for one in metadata.values():
             if isinstance(one, ShmHandshake):
                 self._intake.identity = one.identity
+                self._generation = one.identity.generation
                 return
         self._intake.identity = self._look_up()
 
@@ -200,9 +219,9 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         """Takes in what the step's metadata brings; gives back whose blocks may be freed."""
         if self.has_connector_metadata():
             metadata = self._get_connector_metadata()
-            if isinstance(metadata, ShmMetadata) and metadata.work:
-                self._worker.submit(metadata.work)
-        return self._worker.take_done() or None, None
+            if isinstance(metadata, ShmMetadata):
+                return self._worker.step(metadata.work) or None, None
+        return self._worker.step(()) or None, None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded from the ring."""

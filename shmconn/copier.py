@@ -89,6 +89,11 @@ class Copier:
         else:
             capture.bind()
 
+    @property
+    def background(self) -> bool:
+        """Whether it copies in a thread of its own."""
+        return self._thread is not None
+
     # --- the engine's main thread ---------------------------------------------------------------
 
     def submit(self, work: Iterable[Work]) -> None:

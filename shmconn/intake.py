@@ -119,6 +119,7 @@ class Intake:
         self._ring = ring
         self._number = 0
         self._pending: list[Work] = []
+        self._shown = 0
 
     def finish(
         self, request: FinishedRequest, blocks: Sequence[int]
@@ -141,9 +142,15 @@ class Intake:
         self._pending.append(work)
         return work.report, reply
 
+    def fresh(self) -> list[Work]:
+        """What finished since the last call of this or of ``take``, which will give it again."""
+        fresh = self._pending[self._shown :]
+        self._shown = len(self._pending)
+        return fresh
+
     def take(self) -> list[Work]:
         """What finished since the last call, in order of number."""
-        work, self._pending = self._pending, []
+        work, self._pending, self._shown = self._pending, [], 0
         return work
 
     def _decide(

@@ -24,6 +24,10 @@ logger = logging.getLogger("vllm.shmconn")
 
 METHOD = "extract_hidden_states"
 
+# Rings that a worker of this process writes, by generation. Where scheduler and worker share a
+# process and its main thread, finished requests need not wait for the next step's metadata.
+_here: "dict[str, Writer]" = {}
+
 
 @dataclass(frozen=True)
 class Target:
@@ -97,19 +101,14 @@ class Bystander:
     def __init__(self, *, reports: bool) -> None:
         self._reports = reports
         self._last = 0
-        self._done: set[str] = set()
 
-    def submit(self, work: Iterable[Work]) -> None:
-        """Has nothing to do for these requests."""
-        for one in work:
-            if self._reports and one.report and one.number > self._last:
-                self._last = one.number
-                self._done.add(one.request_id)
-
-    def take_done(self) -> set[str]:
-        """Ids that this rank has no more use for."""
-        done, self._done = self._done, set()
-        return done
+    def step(self, work: Iterable[Work]) -> set[str]:
+        """Has nothing to do for these requests; ids that this rank has no more use for."""
+        if not self._reports:
+            return set()
+        fresh = [one for one in work if one.number > self._last]
+        self._last = max([self._last, *(one.number for one in fresh)])
+        return {one.request_id for one in fresh if one.report}
 
     def drain_stats(self) -> dict[str, Any] | None:
         """Nothing happens here."""
@@ -133,15 +132,39 @@ class Writer:
             producer.dtype,
         )
         self.submit = copier.submit
-        self.take_done = copier.take_done
         self.drain_stats = tally.drain
         self._producer = producer
         self._capture = capture
         self._copier = copier
         self._grace_s = grace_s
+        self._generation = producer.generation
+        self._stepped = False
+
+    def step(self, work: Iterable[Work]) -> set[str]:
+        """Takes in what a step's metadata brings; gives back ids whose blocks may be freed.
+
+        Called in the engine's main thread with the step's own stream current.
+        """
+        if not self._stepped:
+            self._stepped = True
+            self._meet()
+        if work:
+            self.submit(work)
+        return self._copier.take_done()
+
+    def _meet(self) -> None:
+        try:
+            self._capture.at_step()
+        except Exception:
+            logger.exception("shmconn: finished requests go on waiting for the next step")
+            return
+        # Without a thread of its own the copy is done at once: that has its place in the step.
+        if self._copier.background:
+            _here[self._generation] = self
 
     def close(self) -> None:
         """Settles what is held, or buries it when the grace is over; then ends the ring."""
+        _here.pop(self._generation, None)
         try:
             self._copier.close(self._grace_s)
         finally:
@@ -149,6 +172,14 @@ class Writer:
                 self._capture.close()
             finally:
                 self._producer.close()
+
+
+def writer_here(generation: str) -> Writer | None:
+    """The writer of a ring, once it has taken part in a step, if it is in this process.
+
+    A generation is random: another engine's ring of the same name is never taken for it.
+    """
+    return _here.get(generation)
 
 
 def open_writer(

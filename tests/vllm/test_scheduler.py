@@ -27,6 +27,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scheduler and worker do not meet, as in processes of their own."""
+    monkeypatch.setattr(connector_module, "writer_here", lambda generation: None)
+
+
+BOTH_WAYS = pytest.mark.parametrize("way", ["in one process", "apart"])
+
+
+@pytest.fixture
 def make() -> Iterator[Make]:
     ring = f"t-{secrets.token_hex(6)}"
     engines: list[Engine] = []
@@ -186,7 +195,12 @@ def test_an_engine_without_readers_gets_its_blocks_back(make: Make) -> None:
     assert engine.usage == 0 and len(engine.reported) == 30
 
 
-def test_ends_of_any_kind_in_any_order_report_each_held_request_once(make: Make) -> None:
+@BOTH_WAYS
+def test_ends_of_any_kind_in_any_order_report_each_held_request_once(
+    make: Make, way: str, request: pytest.FixtureRequest
+) -> None:
+    if way == "apart":
+        request.getfixturevalue("apart")
     rng = random.Random(5)
     engine = make(blocks=30, ring_size="1MiB")
     reader = Reader(engine, delay_s=0.002)
@@ -346,6 +360,36 @@ def test_a_fault_inside_a_hook_is_logged_and_answered_harmlessly(
         assert f"a fault in {hook}" in caplog.text
 
 
+def test_a_finished_request_does_not_wait_for_the_next_step(make: Make) -> None:
+    engine = make()
+    reader = Reader(engine)
+    for index in range(3):
+        engine.add(f"r{index}", ids(20, index))
+        while engine.scheduler.get_num_unfinished_requests():
+            engine.step()
+        settled(engine)
+    engine.run()
+    samples = reader.finish()
+    check_whole(engine, samples)
+    assert list(samples) == ["r0", "r1", "r2"] and engine.reported == list(samples)
+
+
+@pytest.mark.usefixtures("apart")
+def test_apart_from_its_worker_a_finished_request_waits_for_the_next_step(make: Make) -> None:
+    engine = make()
+    engine.add("r0", ids(20, 0))
+    while engine.scheduler.get_num_unfinished_requests():
+        engine.step()
+    time.sleep(0.3)
+    (info,) = directory.rings(ring_of(engine))
+    assert info.accepted == 0
+    reader = Reader(engine)
+    engine.run()
+    settled(engine)
+    assert list(reader.finish()) == ["r0"]
+
+
+@pytest.mark.usefixtures("apart")
 def test_a_fault_in_building_metadata_loses_no_work(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
