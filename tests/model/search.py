@@ -40,12 +40,19 @@ class Found:
         return f"{self.states:,} states, depth {self.depth}, {self.seconds:.1f} s, {end}"
 
 
-def search(model: Model, *, limit: int = 20_000_000, finish: bool = True) -> Found:
+def search(
+    model: Model,
+    *,
+    limit: int = 20_000_000,
+    finish: bool = True,
+    seconds: float = float("inf"),
+) -> Found:
     """Search all states that the model can reach, up to `limit` of them.
 
     Args:
         limit: stop after this many states; the search then says that it is not complete.
         finish: also ask whether all can finish from each state (needs memory for the steps).
+        seconds: stop after this long, with the level of that moment searched to its end.
     """
     began = time.monotonic()
     first = model.canonical(model.initial)
@@ -68,7 +75,7 @@ def search(model: Model, *, limit: int = 20_000_000, finish: bool = True) -> Fou
         if at == level_end:
             depth += 1
             level_end = len(states)
-            if len(states) > limit:
+            if len(states) > limit or time.monotonic() - began > seconds:
                 return result(False, None, [])
         s = states[at]
         try:

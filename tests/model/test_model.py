@@ -8,6 +8,7 @@ prints how many states it saw and how deep it went; a counterexample is printed 
 from __future__ import annotations
 
 import faulthandler
+import os
 import random
 from collections.abc import Callable
 from functools import partial
@@ -21,8 +22,10 @@ from .promises import World
 from .search import Found, search
 from .steps import Model
 
-# With this many states a search takes less than 4 GB.
-MOST_STATES = 12_000_000
+# With so many states as by default a search takes less than 4 GB.
+MOST_STATES = int(os.environ.get("SHMCONN_STATES", "12_000_000"))
+# Longest time for one large search; how far it came by then is told.
+SEARCH_S = float(os.environ.get("SHMCONN_SEARCH_S", "inf"))
 
 
 def _say(capsys: pytest.CaptureFixture[str], line: str) -> None:
@@ -50,7 +53,7 @@ def test_the_protocol_holds_in_large_searches(
 ) -> None:
     # Minutes are not a hang here: what bounds a search is its number of states.
     faulthandler.cancel_dump_traceback_later()
-    found = search(case.model(), limit=MOST_STATES, finish=case.finish)
+    found = search(case.model(), limit=MOST_STATES, finish=case.finish, seconds=SEARCH_S)
     _say(capsys, f"{case.name}: {found}")
     _hold(case, found)
 
