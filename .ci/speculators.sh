@@ -39,4 +39,4 @@ if [[ ! -f $venv/shmconn.stamp || $(<"$venv/shmconn.stamp") != "$whole" ]]; then
 fi
 export PYTHONPATH=$PWD
 exec "$venv/bin/python" -m pytest tests/integrations/test_speculators.py \
-    tests/integrations/test_speculators_vllm.py "$@"
+    tests/integrations/test_speculators_vllm.py tests/integrations/test_speculators_bench.py "$@"

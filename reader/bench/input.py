@@ -5,7 +5,12 @@
   files  save_file to /dev/shm; speculators' file backend, its dataset's split and its CollateFn
 
 Both end in the same batch of 4 samples in page-locked memory, or plain memory where there is no
-CUDA device. Readers have one thread, as DataLoader workers have. The first batches, in which ring
+CUDA device. Where there is one, both are measured to the device too:
+
+  ring-gpu   a Collator that makes its batches on the device, and a CudaPrefetcher
+  files-gpu  the page-locked batch, moved as speculators' trainer moves it
+
+Readers have one thread, as DataLoader workers have. The first batches, in which ring
 and batches are touched for the first time, are not counted: a training has thousands.
 speculators itself is used where it is installed; else the steps of its version 0.9, restated here.
 """
@@ -30,6 +35,7 @@ import shmconn
 from reader.bench.ring import MIB, Figure, show
 from shmconn.collate import Collator
 from shmconn.dataset import SampleDataset
+from shmconn.prefetch import CudaPrefetcher
 from shmconn.sample import Sample
 
 LAYERS, HIDDEN = 4, 4096
@@ -63,7 +69,8 @@ def measure(*, sample_mib: int, samples: int, repeats: int) -> list[Figure]:
     """The figures of one run; the ways take turns."""
     tokens = max(1, sample_mib * MIB // _BYTES_PER_TOKEN)
     samples += _WARM * PER_BATCH
-    found: dict[str, list[Measured]] = {"ring": [], "files": []}
+    ways = ("ring", "files", "ring-gpu", "files-gpu") if _cuda() else ("ring", "files")
+    found: dict[str, list[Measured]] = {way: [] for way in ways}
     for _ in range(repeats):
         for way, several in found.items():
             several.append(_once(way, tokens, samples))
@@ -76,7 +83,7 @@ def measure(*, sample_mib: int, samples: int, repeats: int) -> list[Figure]:
     saved = files.reader_cpu_s / ring.reader_cpu_s
     size = tokens * _BYTES_PER_TOKEN / MIB
     peer = "speculators" if _speculators() else "speculators' steps"
-    return [
+    figures = [
         Figure(f"ring to batch, samples of {size:.0f} MiB", ring.samples_s, "1/s"),
         Figure(f"files to batch by {peer}", files.samples_s, "1/s"),
         Figure("ring / files", ring.samples_s / files.samples_s, "x", goal=3),
@@ -86,6 +93,16 @@ def measure(*, sample_mib: int, samples: int, repeats: int) -> list[Figure]:
         Figure("ring: CPU of the writer", ring.writer_cpu_s, "s/GB"),
         Figure("files: CPU of the writer", files.writer_cpu_s, "s/GB"),
     ]
+    if _cuda():
+        ring, files = medians["ring-gpu"], medians["files-gpu"]
+        figures += [
+            Figure("ring to batch on the GPU", ring.samples_s, "1/s"),
+            Figure("files to batch on the GPU", files.samples_s, "1/s"),
+            Figure("on the GPU, ring / files", ring.samples_s / files.samples_s, "x"),
+            Figure("on the GPU, ring: CPU of the reader", ring.reader_cpu_s, "s/GB"),
+            Figure("on the GPU, files: CPU of the reader", files.reader_cpu_s, "s/GB"),
+        ]
+    return figures
 
 
 def _once(way: str, tokens: int, samples: int) -> Measured:
@@ -94,7 +111,7 @@ def _once(way: str, tokens: int, samples: int) -> Measured:
     options = [name, str(tokens), str(samples)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
     with (
-        subprocess.Popen([*command, f"{way}-write", *options], **pipes) as write,
+        subprocess.Popen([*command, f"{way.split('-')[0]}-write", *options], **pipes) as write,
         subprocess.Popen([*command, f"{way}-read", *options], **pipes) as read,
     ):
         answers = []
@@ -153,17 +170,31 @@ def files_write(name: str, tokens: int, samples: int) -> None:
 
 def ring_read(name: str, tokens: int, samples: int) -> None:
     """Batches out of the ring."""
-    ones = torch.ones(tokens, dtype=torch.bool)
-
-    def mask(sample: Sample) -> torch.Tensor:
-        return ones
-
-    collator = Collator(PER_BATCH * tokens, pin=torch.cuda.is_available(), loss_mask=mask)
+    collator = Collator(PER_BATCH * tokens, pin=_cuda(), loss_mask=_ones(tokens))
     with SampleDataset(name, "bench", collator=collator, wait_s=60) as dataset:
         _time(dataset, tokens, samples)
 
 
-def files_read(name: str, tokens: int, samples: int) -> None:
+def ring_gpu_read(name: str, tokens: int, samples: int) -> None:
+    """Batches on the device, by DMA out of the ring."""
+    collator = Collator(PER_BATCH * tokens, device="cuda", loss_mask=_ones(tokens, "cuda"))
+    with (
+        SampleDataset(name, "bench", collator=collator, pin=True, wait_s=60) as dataset,
+        CudaPrefetcher(dataset, "cuda") as batches,
+    ):
+        _time(batches, tokens, samples)
+
+
+def _ones(tokens: int, device: str = "cpu") -> Callable[[Sample], torch.Tensor]:
+    ones = torch.ones(tokens, dtype=torch.bool, device=device)
+
+    def mask(sample: Sample) -> torch.Tensor:
+        return ones
+
+    return mask
+
+
+def files_read(name: str, tokens: int, samples: int, *, on_gpu: bool = False) -> None:
     """Batches out of files."""
     folder = _folder(name)
     ones = torch.ones(tokens, dtype=torch.bool)
@@ -177,7 +208,11 @@ def files_read(name: str, tokens: int, samples: int) -> None:
                 items.append(_item(load(folder / str(index)), ones))
             batch = collate(items)
             del items
-            yield _pinned(batch) if torch.cuda.is_available() else batch
+            if _cuda():
+                batch = _pinned(batch)
+            if on_gpu:
+                batch = {key: value.to("cuda", non_blocking=True) for key, value in batch.items()}
+            yield batch
 
     try:
         _time(batches(), tokens, samples)
@@ -185,18 +220,27 @@ def files_read(name: str, tokens: int, samples: int) -> None:
         shutil.rmtree(folder)
 
 
+def files_gpu_read(name: str, tokens: int, samples: int) -> None:
+    """Batches out of files, on the device."""
+    files_read(name, tokens, samples, on_gpu=True)
+
+
+def _cuda() -> bool:
+    return torch.cuda.is_available()
+
+
 def _time(batches: Any, tokens: int, samples: int) -> None:
     torch.set_num_threads(1)
-    begin = cpu = 0.0
+    times: list[tuple[float, float]] = []
     counted = seen = 0
     for index, batch in enumerate(batches):
+        # On a device this waits for the batch, too.
         count = int((batch["document_ids"] >= 0).sum()) // tokens
         seen += count
         counted += count if index >= _WARM else 0
-        if index == _WARM - 1:
-            begin, cpu = time.perf_counter(), time.process_time()
-    taken = time.perf_counter() - begin, time.process_time() - cpu
-    wrong = int((batch["input_ids"][0, :tokens] != torch.arange(tokens)).sum())
+        times.append((time.perf_counter(), time.process_time()))
+    taken = [last - first for first, last in zip(times[_WARM - 1], times[-1], strict=True)]
+    wrong = int((batch["input_ids"][0, :tokens].cpu() != torch.arange(tokens)).sum())
     if seen != samples or wrong or not counted:
         raise SystemExit(f"{seen} of {samples} samples came, {wrong} token ids are wrong")
     print(json.dumps([counted, *taken]))
@@ -304,6 +348,8 @@ def main() -> None:
         "ring-read": ring_read,
         "files-write": files_write,
         "files-read": files_read,
+        "ring-gpu-read": ring_gpu_read,
+        "files-gpu-read": files_gpu_read,
     }
     roles[role](name, int(tokens), int(samples))
 
