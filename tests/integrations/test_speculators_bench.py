@@ -2,6 +2,7 @@
 """The bench of speculators' `train`: what its table says; and, long, a rehearsal on the CPU."""
 
 import argparse
+import faulthandler
 import importlib.util
 import json
 import os
@@ -87,6 +88,8 @@ def test_a_course_that_does_not_compile_is_tried_without_and_the_others_stay_so(
     reason="speculators or .venv is not there: run .ci/speculators.sh",
 )
 def test_speculators_train_learns_the_same_from_the_ring_as_from_files(tmp_path: Path) -> None:
+    # It takes some minutes; the bench has limits of its own.
+    faulthandler.cancel_dump_traceback_later()
     before = set(os.listdir("/dev/shm"))
     words = ["--out", str(tmp_path), "--device", "cpu", "--shape", "tiny", "--limit-s", "0"]
     command = [sys.executable, "-m", "reader.bench.speculators", *words, "--ring-size", "64MiB"]

@@ -6,6 +6,7 @@ The server is started with the configuration that the backend's launch flags mak
 
 import argparse
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -246,6 +247,8 @@ def kill_one_worker(loading: Any, batches: Iterator[dict[str, Any]], checked: Ch
 
 
 def test_workers_killed_at_random_leak_nothing(server: Server, data: Path) -> None:
+    # It takes five minutes.
+    faulthandler.cancel_dump_traceback_later()
     checked = Checked()
     (before,) = rings(server.ring)
     kills = 0
