@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 from cli_processes import Process, ProducerProcess
+from harness.isolation import pytest_terminal_summary
+
+__all__ = ["pytest_terminal_summary"]
 
 
 @pytest.fixture

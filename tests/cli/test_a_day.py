@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli_producer import ids_of, states_of, tokens_of
+from harness import figures
 from test_drain import check, samples
 
 from reader.service import default_group
@@ -152,6 +153,17 @@ def test_a_day(ring, producer, shmconn, run, tmp_path, count) -> None:
     day.drain.signal(signal.SIGTERM)
     assert day.drain.wait() == 143, day.drain.err
 
+    given = [day.handles(folder) for folder in (day.files, day.shards)]
+    figures.record(
+        "27",
+        "killed drains and producers and full disks in a day of two outputs",
+        trials=len(events),
+        exercised=len(events),
+        failures=sum(len(handles) - len(set(handles)) for handles in given)
+        + sum(abs(count - len(set(handles))) for handles in given)
+        + sum(identity(file) != day.seen[file] for file in day.seen),
+        files_and_shards=sum(map(len, given)),
+    )
     assert sorted(day.published) == list(range(1, count + 1))
     check(day.files, range(1, count + 1))
     check_shards(day.shards, count)

@@ -3,6 +3,9 @@
 
 import pytest
 import torch
+from harness.isolation import pytest_terminal_summary
+
+__all__ = ["pytest_terminal_summary"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

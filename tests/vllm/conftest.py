@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.isolation import pytest_terminal_summary
 from server import Server
 
 import shmconn
+
+__all__ = ["pytest_terminal_summary"]
 
 HERE = Path(__file__).parent
 # A sample takes one page or more: the ring holds 14 short ones, and 500 tokens are a third.

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine import BLOCK, LAYERS, MERGES, Engine, transfer_config, vllm_config
+from harness import figures
 from rings import remove_ring
 from server import make_model
 from vllm.v1.core.sched import scheduler as scheduler_module
@@ -118,9 +119,16 @@ def settled(engine: Engine) -> directory.RingInfo:
         time.sleep(0.002)
 
 
+def torn(engine: Engine, samples: dict[str, shmconn.Sample]) -> list[str]:
+    return [
+        name
+        for name, sample in samples.items()
+        if not torch.equal(sample.hidden_states, engine.expected(sample))
+    ]
+
+
 def check_whole(engine: Engine, samples: dict[str, shmconn.Sample]) -> None:
-    for sample in samples.values():
-        assert torch.equal(sample.hidden_states, engine.expected(sample))
+    assert torn(engine, samples) == []
 
 
 def test_prompts_of_every_length_yield_their_rows(make: Make) -> None:
@@ -159,15 +167,25 @@ def test_output_tokens_are_all_but_the_last(make: Make) -> None:
 def test_preempted_requests_yield_their_rows_all_the_same(make: Make) -> None:
     engine = make(blocks=14)
     reader = Reader(engine)
-    for index in range(8):
-        engine.add(f"r{index}", ids(60, index), max_tokens=50, include_output_tokens=True)
+    for index in range(32):
+        # Of several lengths, or all would soon take turns without a preemption.
+        engine.add(f"r{index}", ids(60, index), 50 + index % 5 * 7, include_output_tokens=True)
     engine.run()
     info = settled(engine)
     samples = reader.finish()
+    figures.record(
+        "24",
+        "requests preempted and resumed",
+        trials=32,
+        exercised=engine.preemptions,
+        failures=len(torn(engine, samples)) + 32 - len(samples),
+    )
     check_whole(engine, samples)
     assert engine.preemptions > 0
-    assert len(samples) + info.lost == 8 and info.lost == 0
-    assert all(sample.tokens == 109 for sample in samples.values())
+    assert len(samples) + info.lost == 32 and info.lost == 0
+    assert {name: sample.tokens for name, sample in samples.items()} == {
+        f"r{index}": 60 + 49 + index % 5 * 7 for index in range(32)
+    }
     assert engine.usage == 0
 
 
@@ -196,12 +214,13 @@ def test_an_engine_without_readers_gets_its_blocks_back(make: Make) -> None:
 
 
 @BOTH_WAYS
+@pytest.mark.parametrize("seed", [5, *(pytest.param(n, marks=pytest.mark.long) for n in range(30))])
 def test_ends_of_any_kind_in_any_order_report_each_held_request_once(
-    make: Make, way: str, request: pytest.FixtureRequest
+    make: Make, way: str, seed: int, request: pytest.FixtureRequest
 ) -> None:
     if way == "apart":
         request.getfixturevalue("apart")
-    rng = random.Random(5)
+    rng = random.Random(seed)
     engine = make(blocks=30, ring_size="1MiB")
     reader = Reader(engine, delay_s=0.002)
     alive: list[str] = []
@@ -221,6 +240,17 @@ def test_ends_of_any_kind_in_any_order_report_each_held_request_once(
     engine.run()
     info = settled(engine)
     samples = reader.finish()
+    twice = [name for name, times in Counter(engine.reported).items() if times > 1]
+    unaccounted = len(engine.requests) - len(samples) - info.lost
+    figures.record(
+        "23",
+        "requests that end in any way and order",
+        trials=len(engine.requests),
+        exercised=info.lost_by_reason["aborted"],
+        failures=len(twice) + len(torn(engine, samples)) + abs(unaccounted),
+        held=len(engine.reported),
+        reported_twice=len(twice),
+    )
     check_whole(engine, samples)
     assert len(samples) == info.published
     assert info.published + info.lost == len(engine.requests)
@@ -241,12 +271,22 @@ def test_an_engine_that_stops_stepping_gets_its_blocks_in_the_step_after_the_fin
         scheduler_module.Scheduler, "has_finished_requests", old_has_finished_requests
     )
     engine = make(ring_size="1MiB")
-    for index in range(6):
+    kept = []
+    for index in range(40):
         engine.add(f"r{index}", ids(BLOCK, index))
         engine.run()
-        assert engine.usage == 0 and not engine.scheduler.requests
+        if engine.usage or engine.scheduler.requests:
+            kept.append(index)
     info = settled(engine)
-    assert info.lost_by_reason == {"dropped": 6 - info.published} and 0 < info.published < 6
+    figures.record(
+        "26",
+        "requests finished by an engine that then takes no step, without room in the ring",
+        trials=40,
+        exercised=info.lost,
+        failures=len(kept),
+    )
+    assert kept == []
+    assert info.lost_by_reason == {"dropped": 40 - info.published} and 0 < info.published < 6
     assert "takes no step while a request's blocks are held, so a request that" in caplog.text
     assert "is lost: there is no room, and it is not waited for" in caplog.text
     reader = Reader(engine)
@@ -262,7 +302,7 @@ def test_an_engine_that_stops_stepping_gets_its_blocks_in_the_step_after_the_fin
     assert "after" in samples and engine.usage == 0
     with shmconn.subscribe(ring_of(engine), "probe", by_handle=True) as probe:
         with pytest.raises(shmconn.SampleLost) as caught:
-            probe.get(engine.replies["r5"], timeout=10)
+            probe.get(engine.replies["r39"], timeout=10)
         assert caught.value.reason == "dropped"
 
 
@@ -277,6 +317,8 @@ def test_without_that_path_such_an_engine_would_keep_its_blocks(
     for index in range(6):
         engine.add(f"r{index}", ids(BLOCK, index))
         engine.run()
+    missed = [] if engine.usage > 0 else ["copied in the background"]
+    figures.detected("26", "a look at the blocks", 1, missed)
     assert engine.usage > 0
     monkeypatch.undo()
     reader = Reader(engine)
