@@ -72,7 +72,7 @@ class Server:
 
     Args:
         folder: for its log.
-        extra: options of the connector beside the ring's name.
+        extra: options of the connector; a ring name of its own is given if none is there.
         connector: fields of the KV transfer configuration that differ.
         flags: further flags of vLLM.
         environment: further variables.
@@ -90,7 +90,7 @@ class Server:
         model: Path | None = None,
         layers: list[int] | None = None,
     ) -> None:
-        self.ring = f"t-{secrets.token_hex(6)}"
+        self.ring = str(extra.get("ring", f"t-{secrets.token_hex(6)}"))
         self.log_path = folder / f"{self.ring}.log"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -158,7 +158,7 @@ class Server:
 
     def stop(self) -> int:
         """SIGTERM, as an operator would; its exit code."""
-        left = self._vllm_segments()
+        left = self.vllm_segments()
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(WATCHDOG_S)
         for path in left:
@@ -168,7 +168,7 @@ class Server:
 
     def kill(self) -> None:
         """Kills whatever is left of it; what a killed vLLM leaves in /dev/shm goes, too."""
-        left = self._vllm_segments()
+        left = self.vllm_segments()
         # Python's own trackers then see that all are gone, and unlink what those had made.
         trackers = set(self.processes("resource_tracker"))
         for pid in self.processes():
@@ -192,7 +192,7 @@ class Server:
         self.kill()
         remove_ring(self.ring)
 
-    def _vllm_segments(self) -> list[Path]:
+    def vllm_segments(self) -> list[Path]:
         """vLLM's own segments: those that its processes have mapped."""
         found = set()
         for pid in self.processes():
