@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from harness import figures
 
 from .cases import LONG, MORE_SEEDED, PUSH, SEEDED, Case
 from .faults import Fault
@@ -34,6 +35,18 @@ def _say(capsys: pytest.CaptureFixture[str], line: str) -> None:
 
 
 def _hold(case: Case, found: Found) -> None:
+    figures.record(
+        "16",
+        "searches of the model",
+        trials=1,
+        exercised=int(found.complete),
+        failures=int(found.problem is not None),
+        states=found.states,
+        most_states=found.states,
+        most_deep=found.depth,
+        all_can_finish=int(bool(found.can_finish)),
+        not_to_the_end=[] if found.complete else [case.name],
+    )
     assert found.problem is None, "\n".join([case.name, *found.trace])
     assert found.complete or case.partial, f"{case.name}: cut after {found.states:,} states"
     assert found.can_finish or not (case.finish and found.complete)
@@ -59,7 +72,7 @@ def test_the_protocol_holds_in_large_searches(
 
 
 def _detect(
-    seeded: dict[Fault, Case], harm_only: bool, capsys: pytest.CaptureFixture[str]
+    seeded: dict[Fault, Case], harm_only: bool, capsys: pytest.CaptureFixture[str], how: str
 ) -> list[Fault]:
     missed = []
     for fault, case in seeded.items():
@@ -68,24 +81,25 @@ def _detect(
         if found.problem is None:
             missed.append(fault)
     _say(capsys, f"detected {len(seeded) - len(missed)} of {len(seeded)} seeded faults")
+    figures.detected("16", how, len(seeded), [fault.name for fault in missed])
     return missed
 
 
 def test_each_seeded_fault_of_section_6_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {fault.value.rstrip("ab") for fault in SEEDED}
     assert rows == {str(row) for row in range(1, 21)}
-    assert _detect(SEEDED, False, capsys) == []
+    assert _detect(SEEDED, False, capsys, "the model") == []
 
 
 def test_each_seeded_fault_of_section_6_harms_somebody(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _detect(SEEDED, True, capsys) == []
+    assert _detect(SEEDED, True, capsys, "the model, by their harm") == []
 
 
 def test_each_further_rule_is_needed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert {*SEEDED, *MORE_SEEDED} == set(Fault)
-    assert _detect(MORE_SEEDED, False, capsys) == []
+    assert _detect(MORE_SEEDED, False, capsys, "the model, further rules") == []
 
 
 def test_a_fault_is_seeded_into_a_case_that_holds_without_it() -> None:
