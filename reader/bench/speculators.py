@@ -4,8 +4,10 @@
 
     equal   the same seed and order, one request at a time, so that vLLM's sums are the same; then
             the losses of both backends, step by step, and of one backend twice
-    speed   several workers and long batches: steps/s, how long the trainer waits for data, and how
-            long the GPU is idle
+    speed   several workers and longer batches: steps/s, how long the trainer waits for data, and
+            how long the GPU is idle
+
+Nothing is compiled: torch 2.11 cannot compile speculators 0.9's fused loss.
 
 Each figure goes to DIR/figures.jsonl at once; the logs of servers and trainers lie beside it. The
 table comes last. `--device cpu --shape tiny --server-python PYTHON` rehearses all of it.
@@ -23,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from reader.bench.crew import Run
@@ -42,7 +44,7 @@ class Course:
     Attributes:
         tokens: of a batch; rows have from a twentieth to an eighth of it if there are several
             workers, a third to a half otherwise.
-        warm: steps that are not counted: compiling, and what the workers had ready by then.
+        warm: steps that are not counted, for which the workers had all ready.
     """
 
     name: str
@@ -50,7 +52,6 @@ class Course:
     warm: int
     tokens: int
     workers: int
-    compiled: bool
 
     @property
     def row(self) -> tuple[int, int]:
@@ -63,12 +64,12 @@ def courses(options: argparse.Namespace) -> dict[str, Course]:
     """The two courses."""
     if options.device == "cpu":
         return {
-            "equal": Course("equal", 6, 1, 128, 1, False),
-            "speed": Course("speed", 8, 2, 512, 2, False),
+            "equal": Course("equal", 6, 1, 128, 1),
+            "speed": Course("speed", 8, 2, 512, 2),
         }
     return {
-        "equal": Course("equal", 110, 10, 2048, 1, False),
-        "speed": Course("speed", options.steps, options.warm, 8192, options.workers, True),
+        "equal": Course("equal", 110, 10, 2048, 1),
+        "speed": Course("speed", options.steps, options.warm, 4096, options.workers),
     }
 
 
@@ -119,7 +120,6 @@ class Training:
         name = f"{course.name}-{server.backend}-{number}"
         self._steps = run.out / f"steps-{name}.jsonl"
         self._saved = run.work / name
-        eager = not course.compiled
         command = [sys.executable, "-m", "reader.bench.speculators_train", str(self._steps)]
         command += [options.device, "train", "--verifier-name-or-path", str(model)]
         command += ["--speculator-type", "eagle3", "--data-path", str(data)]
@@ -133,15 +133,12 @@ class Training:
         command += ["--epochs", "1", "--max-steps", str(course.steps), "--seed", "7"]
         command += ["--save-path", str(self._saved), "--log-dir", str(self._saved / "logs")]
         command += ["--no-resume-from-checkpoint", "--deterministic-cuda"]
-        if eager:
-            command += ["--draft-attn-impl", "eager", "--loss-implementation", "eager"]
+        command += ["--draft-attn-impl", "eager", "--loss-implementation", "eager"]
         if options.device == "cpu":
             command += ["--hidden-states-dtype", "float32"]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(run.work / "inductor")
-        if eager:
-            # Kernels that are chosen by their speed differ from one process to the next.
-            environment |= {"TORCHDYNAMO_DISABLE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        # Kernels that are chosen by their speed differ from one process to the next.
+        environment |= {"TORCHDYNAMO_DISABLE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         self._began = time.monotonic()
         with open(run.out / f"train-{name}.log", "w") as log:
             self.process = subprocess.Popen(
@@ -264,8 +261,9 @@ class Bench:
         # Speed alone on the card; equality with both at once, for the time of the lease.
         turns = [("equal", BACKENDS), ("speed", ("shm",)), ("speed", ("file",))]
         turns += [("equal", BACKENDS), ("speed", ("file",)), ("speed", ("shm",))]
+        turns = [turn for turn in turns if turn[0] in self.options.only]
         for index, (name, backends) in enumerate(turns):
-            if index > 2 and self.run.left() < self.options.turn_s:
+            if index >= len(turns) // 2 and self.run.left() < self.options.turn_s:
                 self.run.note("cut", turns=index)
                 break
             try:
@@ -273,17 +271,7 @@ class Bench:
             except RuntimeError as error:
                 failed = 1
                 self.run.note("failed", error=str(error))
-                if name == "speed" and self.courses[name].compiled:
-                    self._without_compiling(backends)
         return failed
-
-    def _without_compiling(self, backends: tuple[str, ...]) -> None:
-        """Another try, and the later ones, with what needs no compiler."""
-        course = self.courses["speed"]
-        # Attention is a whole matrix then.
-        self.courses["speed"] = replace(course, tokens=course.tokens // 2, compiled=False)
-        with contextlib.suppress(RuntimeError):
-            self.train("speed", backends, self.options.train_limit_s)
 
 
 def lines(records: list[Record]) -> list[str]:
@@ -339,6 +327,7 @@ def main() -> int:
     parser.add_argument("--out", required=True, help="folder for figures.jsonl and the logs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--only", default="equal,speed", help="courses, with commas between")
     parser.add_argument("--steps", type=int, default=200, help="of the course for speed")
     parser.add_argument("--warm", type=int, default=60, help="of them, not counted")
     parser.add_argument("--workers", type=int, default=8, help="DataLoader workers, for speed")
