@@ -3,8 +3,9 @@
 
 Tensors ``token_ids`` [tokens] and ``hidden_states`` [tokens, layers, hidden]; all else is text in
 the header's ``__metadata__``. The bytes go from the ring's memory to the file in one copy, which
-the kernel makes. The token ids come first: they need an alignment of 8 bytes, and a header of a
-multiple of 8 bytes then aligns both.
+the kernel makes. The token ids come first, as safetensors itself orders types by their size, and
+the header is so long that the states begin at a multiple of a cache line: in the ring they do too,
+and the kernel's copy between two such places is measurably the faster one.
 """
 
 import json
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
+_LINE = 64  # bytes of a cache line
 
 
 def metadata_of(sample: "Sample") -> dict[str, str]:
@@ -43,10 +45,14 @@ def metadata_of(sample: "Sample") -> dict[str, str]:
     return {key: value.encode("utf-8", "replace").decode() for key, value in values.items()}
 
 
-def encode_header(header: dict[str, object]) -> bytes:
-    """Length and JSON of a safetensors header, padded so that the data is aligned."""
+def encode_header(header: dict[str, object], before: int) -> bytes:
+    """Length and JSON of a safetensors header, padded so that the states are aligned.
+
+    Args:
+        before: bytes of data that come before the states, a multiple of 8.
+    """
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(_LENGTH.size + len(text) + before) % _LINE)
     return _LENGTH.pack(len(text)) + text
 
 
@@ -84,7 +90,7 @@ class SafetensorsSink(FileSink):
                 "data_offsets": [middle, end],
             },
         }
-        output.write(encode_header(header))
+        output.write(encode_header(header, middle))
         output.write(ids)
         output.write(states)
 
