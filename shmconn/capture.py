@@ -142,7 +142,7 @@ class Capture(Protocol):
     """Copies a request's blocks out of the cache into a slot."""
 
     def at_step(self) -> None:
-        """Called once by the main thread, amid a step: marks are made on that step's stream."""
+        """Called by the main thread amid each step: marks are made on that step's stream."""
 
     def mark(self) -> Any:
         """Called by the main thread: a point in the device's work that a copy waits for."""

@@ -44,7 +44,7 @@ class Device:
         torch.accelerator.set_device_index(self._device)
 
     def at_step(self) -> None:
-        """Takes the stream that is current now for that of all steps."""
+        """Takes the stream that is current now for the steps'."""
         self._steps = self._module.current_stream(self._device)
 
     def mark(self) -> Any:

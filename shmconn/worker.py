@@ -61,6 +61,14 @@ class Target:
         if role == "kv_consumer":
             raise OptionError(f"kv_role is {role!r}: the connector produces, use 'kv_producer'")
         parallel = vllm_config.parallel_config
+        backend = getattr(parallel, "distributed_executor_backend", None)
+        ranks = getattr(parallel, "tensor_parallel_size", 1)
+        if backend == "external_launcher" and ranks > 1:
+            raise OptionError(
+                f"tensor_parallel_size is {ranks} with distributed_executor_backend {backend!r}: "
+                "each rank then schedules by itself, and they would free blocks at different "
+                "steps; use the backend 'mp'"
+            )
         for option in (
             "pipeline_parallel_size",
             "decode_context_parallel_size",
@@ -138,33 +146,33 @@ class Writer:
         self._copier = copier
         self._grace_s = grace_s
         self._generation = producer.generation
-        self._stepped = False
+        # Without a thread of its own the copy is done at once: that has its place in the step.
+        self._apart = not copier.background
 
     def step(self, work: Iterable[Work]) -> set[str]:
         """Takes in what a step's metadata brings; gives back ids whose blocks may be freed.
 
         Called in the engine's main thread with the step's own stream current.
         """
-        if not self._stepped:
-            self._stepped = True
-            self._meet()
+        if not self._apart:
+            # For a scheduler in this process: rows are written on the stream that is current now.
+            try:
+                self._capture.at_step()
+                _here[self._generation] = self
+            except Exception:
+                logger.exception("shmconn: finished requests wait for the next step from now on")
+                self._part()
         if work:
             self.submit(work)
         return self._copier.take_done()
 
-    def _meet(self) -> None:
-        try:
-            self._capture.at_step()
-        except Exception:
-            logger.exception("shmconn: finished requests go on waiting for the next step")
-            return
-        # Without a thread of its own the copy is done at once: that has its place in the step.
-        if self._copier.background:
-            _here[self._generation] = self
+    def _part(self) -> None:
+        self._apart = True
+        _here.pop(self._generation, None)
 
     def close(self) -> None:
         """Settles what is held, or buries it when the grace is over; then ends the ring."""
-        _here.pop(self._generation, None)
+        self._part()
         try:
             self._copier.close(self._grace_s)
         finally:

@@ -45,6 +45,14 @@ def test_the_connector_is_found_by_its_module_path() -> None:
         ),
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "has 'eagle3'"),
         (
+            {
+                "parallel_config": SimpleNamespace(
+                    tensor_parallel_size=2, distributed_executor_backend="external_launcher"
+                )
+            },
+            "tensor_parallel_size is 2 with distributed_executor_backend 'external_launcher'",
+        ),
+        (
             {"parallel_config": SimpleNamespace(pipeline_parallel_size=2)},
             "pipeline_parallel_size is 2",
         ),
