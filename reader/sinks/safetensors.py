@@ -4,8 +4,8 @@
 Tensors ``token_ids`` [tokens] and ``hidden_states`` [tokens, layers, hidden]; all else is text in
 the header's ``__metadata__``. The bytes go from the ring's memory to the file in one copy, which
 the kernel makes. The token ids come first, as safetensors itself orders types by their size, and
-the header is so long that the states begin at a multiple of a cache line: in the ring they do too,
-and the kernel's copy between two such places is measurably the faster one.
+the header is so long that the states begin at a page, or at a cache line where they are small: in
+the ring they do too, and the kernel's copy between two such places is measurably the faster one.
 """
 
 import json
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
-_LINE = 64  # bytes of a cache line
+# Where the states begin: at a multiple of so many bytes, the first if they are this large.
+_PAGE, _LARGE, _LINE = 4096, 1 << 20, 64
 
 
 def metadata_of(sample: "Sample") -> dict[str, str]:
@@ -45,14 +46,16 @@ def metadata_of(sample: "Sample") -> dict[str, str]:
     return {key: value.encode("utf-8", "replace").decode() for key, value in values.items()}
 
 
-def encode_header(header: dict[str, object], before: int) -> bytes:
+def encode_header(header: dict[str, object], before: int, states: int) -> bytes:
     """Length and JSON of a safetensors header, padded so that the states are aligned.
 
     Args:
         before: bytes of data that come before the states, a multiple of 8.
+        states: bytes of these.
     """
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(_LENGTH.size + len(text) + before) % _LINE)
+    step = _PAGE if states >= _LARGE else _LINE
+    text += b" " * (-(_LENGTH.size + len(text) + before) % step)
     return _LENGTH.pack(len(text)) + text
 
 
@@ -90,7 +93,7 @@ class SafetensorsSink(FileSink):
                 "data_offsets": [middle, end],
             },
         }
-        output.write(encode_header(header, middle))
+        output.write(encode_header(header, middle, states.nbytes))
         output.write(ids)
         output.write(states)
 

@@ -57,12 +57,15 @@ def test_the_header_says_who_and_what_the_sample_is(tmp_path, make_sample) -> No
     assert json.loads(metadata["metadata"]) == {"positions": [1, 2]}
 
 
-def test_data_is_aligned_for_a_mapping_and_a_copy(tmp_path, make_sample) -> None:
-    make_sink(tmp_path).write(make_sample("a", tokens=3))
+@pytest.mark.parametrize(("tokens", "step"), [(3, 64), (1 << 18, 4096)])
+def test_data_is_aligned_for_a_mapping_and_a_copy(tmp_path, make_sample, tokens, step) -> None:
+    sample = make_sample("a", tokens=tokens)
+    assert (sample.nbytes > 1 << 20) == (step == 4096)
+    make_sink(tmp_path).write(sample)
     with open(tmp_path / "a.safetensors", "rb") as file:
         header = int.from_bytes(file.read(8), "little")
-    # Ids and states for a load by mmap, and the states, behind three ids, for a fast copy.
-    assert header % 8 == 0 and (8 + header + 3 * 8) % 64 == 0
+    # Ids and states for a load by mmap, and the states, behind the ids, for a fast copy.
+    assert header % 8 == 0 and (8 + header + tokens * 8) % step == 0
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "x" * 300, "a\0b", "żółw", "..", "."])
