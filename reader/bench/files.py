@@ -2,14 +2,19 @@
 """`shmconn bench files`: what a drain writes to tmpfs, beside ``save_file`` from private memory.
 
 The ring is full when the clock starts, and nobody fills it meanwhile: so this is the speed of the
-drain alone. Each figure is the median of the repeats; the ways take turns within one run.
+drain alone. Ring and private memory are there from the beginning, and each way writes all of its
+files, removes them, and then writes them again by the clock: so every way reads what it has read
+before, and writes into what its own first files have freed. Each figure is the median of the
+repeats; the ways take turns within one run.
 """
 
+import contextlib
 import secrets
 import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +22,7 @@ from safetensors.torch import save_file
 
 import shmconn
 from reader.bench.ring import Figure, show
-from reader.lane import Lane
+from reader.lane import Lane, Limits
 from reader.sinks import SinkOptions, open_sink
 from shmconn.errors import ShmConnError
 
@@ -36,68 +41,90 @@ def run(
 def measure(*, sample_mib: int, samples: int, repeats: int) -> list[Figure]:
     """The figures of one run."""
     tokens = max(1, sample_mib * MIB // (_LAYERS * _HIDDEN * 2))
-    states = torch.rand(tokens, _LAYERS, _HIDDEN).bfloat16()
+    first = torch.rand(tokens, _LAYERS, _HIDDEN).bfloat16()
+    private = [first, *(first.clone() for _ in range(samples - 1))]
     ids = torch.arange(tokens)
-    size = (states.nbytes + ids.nbytes) * samples
+    size = (first.nbytes + ids.nbytes) * samples
     ways = {
-        "save_file": (None, 1),
         "1 writer": ("safetensors", 1),
         "2 writers": ("safetensors", 2),
         "4 writers": ("safetensors", 4),
         "shards, 1 writer": ("shards", 1),
         "shards, 2 writers": ("shards", 2),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, (form, writers) in ways.items():
-            if form is None:
-                seconds[name].append(_save(states, ids, samples))
-            else:
-                seconds[name].append(_drain(states, ids, samples, form, writers))
+    seconds: dict[str, list[float]] = {name: [] for name in ("save_file", *ways)}
+    with _ring(private) as (producer, subscription):
+        for _ in range(repeats):
+            for name, found in seconds.items():
+                for _ in range(2):
+                    if name == "save_file":
+                        took = _save(private, ids)
+                    else:
+                        took = _drain(producer, subscription, private, ids, *ways[name])
+                found.append(took)
     speed = {name: size / statistics.median(found) / 1e9 for name, found in seconds.items()}
     figures = [Figure(name, value, "GB/s") for name, value in speed.items()]
     share = speed["1 writer"] / speed["save_file"]
     return [*figures, Figure("1 writer against save_file", share, "x", goal=1.0)]
 
 
-def _save(states: torch.Tensor, ids: torch.Tensor, samples: int) -> float:
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="shmconn-bench-"))
     try:
-        begun = time.perf_counter()
-        for index in range(samples):
-            path = folder / f"{index}.safetensors"
-            save_file({"hidden_states": states, "token_ids": ids}, path)
-        return time.perf_counter() - begun
+        yield folder
     finally:
         shutil.rmtree(folder)
 
 
-def _drain(states: torch.Tensor, ids: torch.Tensor, samples: int, form: str, writers: int) -> float:
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="shmconn-bench-"))
+@contextlib.contextmanager
+def _ring(
+    private: Sequence[torch.Tensor],
+) -> Iterator[tuple[shmconn.Producer, shmconn.Subscription]]:
+    """A ring with room for as many samples and not one more: they lie in the same pages again."""
     name = f"bench-{secrets.token_hex(4)}"
-    size = int(1.1 * samples * (states.nbytes + MIB)) + 64 * MIB
-    try:
-        with shmconn.Producer.create(
+    with (
+        shmconn.Producer.create(
             name,
-            size=size,
+            size=len(private) * (private[0].nbytes + MIB) + private[0].nbytes // 2,
             layer_ids=range(1, _LAYERS + 1),
             hidden_size=_HIDDEN,
             dtype="bfloat16",
             groups=["bench"],
-        ) as producer:
-            for index in range(samples):
-                producer.put(states, ids, request_id=f"r{index}", timeout=60)
-            with shmconn.subscribe(name, group="bench") as subscription:
-                producer.close()
-                sink = open_sink(form, SinkOptions(str(folder), shard_size=256 * MIB))
-                lane = Lane(subscription, sink, writers=writers)
-                begun = time.perf_counter()
-                lane.start()
-                done = lane.join(600)
-                took = time.perf_counter() - begun
-                sink.close()
-        if not done or lane.counts.samples != samples:
-            raise ShmConnError(f"the drain stored {lane.counts.samples} of {samples}: {lane.error}")
-        return took
-    finally:
-        shutil.rmtree(folder)
+        ) as producer,
+        shmconn.subscribe(name, group="bench") as subscription,
+    ):
+        yield producer, subscription
+
+
+def _save(private: Sequence[torch.Tensor], ids: torch.Tensor) -> float:
+    with _folder() as folder:
+        begun = time.perf_counter()
+        for index, states in enumerate(private):
+            path = folder / f"{index}.safetensors"
+            save_file({"hidden_states": states, "token_ids": ids}, path)
+        return time.perf_counter() - begun
+
+
+def _drain(
+    producer: shmconn.Producer,
+    subscription: shmconn.Subscription,
+    private: Sequence[torch.Tensor],
+    ids: torch.Tensor,
+    form: str,
+    writers: int,
+) -> float:
+    for states in private:
+        producer.put(states, ids, request_id=f"r{producer.published}", timeout=60)
+    with _folder() as folder:
+        sink = open_sink(form, SinkOptions(str(folder), shard_size=256 * MIB))
+        lane = Lane(subscription, sink, writers=writers, limits=Limits(samples=len(private)))
+        begun = time.perf_counter()
+        lane.start()
+        done = lane.join(600)
+        took = time.perf_counter() - begun
+        sink.close()
+    if not done or lane.counts.samples != len(private):
+        stored = lane.counts.samples
+        raise ShmConnError(f"the drain stored {stored} of {len(private)}: {lane.error}")
+    return took
