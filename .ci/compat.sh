@@ -3,7 +3,8 @@
 # Run the tests of tests/compat under other versions of vLLM for the CPU, each in a virtual
 # environment of its own, made here on first use (some GB each where only the plain PyTorch is to be
 # had); then read the newest vLLM's connector interface. `compat.sh VERSION...` chooses the
-# versions; COMPAT is the folder of the environments, PYTHON the interpreter that makes them.
+# versions, `compat.sh --make VERSION...` only makes their environments; COMPAT is the folder of
+# those, PYTHON the interpreter that makes them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -72,16 +73,20 @@ make_environment() {
 # Everything of an environment follows from these.
 stamp_of() { cat pyproject.toml .ci/compat.sh | sha256sum | cut -c1-32; }
 
+have_environment() {
+    local version=$1 place=$folder/$1
+    [[ -f $place/stamp && $(<"$place/stamp") == "$(stamp_of)" ]] && return
+    if ! make_environment "$version" "$place"; then
+        grep -v '^WARNING' "$place/install.log" | tail -n 20 >&2
+        say "vLLM $version could not be installed; the end of $place/install.log is above" >&2
+        return 1
+    fi
+    stamp_of >"$place/stamp"
+}
+
 run_version() {
     local version=$1 place=$folder/$1
-    if [[ ! -f $place/stamp || $(<"$place/stamp") != "$(stamp_of)" ]]; then
-        if ! make_environment "$version" "$place"; then
-            grep -v '^WARNING' "$place/install.log" | tail -n 20 >&2
-            say "vLLM $version could not be installed; the end of $place/install.log is above" >&2
-            return 1
-        fi
-        stamp_of >"$place/stamp"
-    fi
+    have_environment "$version" || return 1
     say "vLLM $version: $("$place"/bin/python -c 'import torch; print("torch", torch.__version__)')"
     "$place"/bin/python -m pytest -p no:cacheprovider tests/compat || return 1
     "$place"/bin/python -m pytest -p no:cacheprovider tests/vllm -m "not long"
@@ -101,6 +106,11 @@ read_newest() {
     return $code
 }
 
+only_make=
+if [[ ${1:-} == --make ]]; then
+    only_make=yes
+    shift
+fi
 versions=("$@")
 [[ $# -gt 0 ]] || versions=(0.28.0 0.26.0 0.22.1)
 mkdir -p "$folder"
@@ -109,13 +119,19 @@ export SHMCONN_TEST_MODEL=$PWD/.cache/smollm2
 export OMP_WAIT_POLICY=PASSIVE
 failed=()
 for version in "${versions[@]}"; do
-    run_version "$version" || failed+=("vLLM $version")
+    if [[ $only_make ]]; then
+        have_environment "$version" || failed+=("vLLM $version")
+    else
+        run_version "$version" || failed+=("vLLM $version")
+    fi
 done
-say "the newest vLLM's connector interface:"
-read_newest || failed+=("the newest interface")
+if [[ ! $only_make ]]; then
+    say "the newest vLLM's connector interface:"
+    read_newest || failed+=("the newest interface")
+fi
 if ((${#failed[@]})); then
     printf -v list '%s, ' "${failed[@]}"
     say "failed: ${list%, }" >&2
     exit 1
 fi
-say "all passed"
+if [[ $only_make ]]; then say "all made"; else say "all passed"; fi
