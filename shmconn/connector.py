@@ -135,7 +135,9 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self, request: Any, block_ids: Sequence[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Takes a finished request in; its blocks stay until the copy is done."""
-        return self._finish(request, block_ids)
+        answer = self._intake.finish(request, block_ids)
+        self._hand_over()
+        return answer
 
     @_never_raises(lambda: (False, None))
     def request_finished_all_groups(
@@ -143,10 +145,7 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same, where vLLM has several groups of KV caches."""
         known = self._group < len(block_ids)
-        return self._finish(request, block_ids[self._group] if known else ())
-
-    def _finish(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        answer = self._intake.finish(request, block_ids)
+        answer = self._intake.finish(request, block_ids[self._group] if known else ())
         self._hand_over()
         return answer
 

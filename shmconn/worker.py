@@ -14,7 +14,7 @@ from shmconn.config import ConnectorConfig, auto_ring_name, default_ring_size
 from shmconn.copier import Copier
 from shmconn.errors import OptionError
 from shmconn.handle import format_size
-from shmconn.hold import Hold
+from shmconn.hold import Hold, Throttle
 from shmconn.intake import RingIdentity, Work
 from shmconn.layout import DTYPES, MAX_SLOTS, RingShape
 from shmconn.ring import Producer
@@ -146,6 +146,7 @@ class Writer:
         self._copier = copier
         self._grace_s = grace_s
         self._generation = producer.generation
+        self._throttle = Throttle()
         # Without a thread of its own the copy is done at once: that has its place in the step.
         self._apart = not copier.background
 
@@ -160,19 +161,17 @@ class Writer:
                 self._capture.at_step()
                 _here[self._generation] = self
             except Exception:
-                logger.exception("shmconn: finished requests wait for the next step from now on")
-                self._part()
+                _here.pop(self._generation, None)
+                if self._throttle.admit("step") is not None:
+                    logger.exception("shmconn: what finishes now waits for the next step")
         if work:
             self.submit(work)
         return self._copier.take_done()
 
-    def _part(self) -> None:
-        self._apart = True
-        _here.pop(self._generation, None)
-
     def close(self) -> None:
         """Settles what is held, or buries it when the grace is over; then ends the ring."""
-        self._part()
+        self._apart = True
+        _here.pop(self._generation, None)
         try:
             self._copier.close(self._grace_s)
         finally:

@@ -62,7 +62,7 @@ def test_work_that_was_handed_over_is_taken_once_and_a_step_reports_it(
     assert done == {"r1", "r2", "r3"} and rig.producer.published == 3
 
 
-def test_a_writer_that_does_not_know_its_step_s_stream_is_not_found_and_goes_on(
+def test_a_writer_that_does_not_know_its_step_s_stream_is_not_found_for_that_step(
     build: Callable[..., tuple[Rig, Writer]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -73,6 +73,7 @@ def test_a_writer_that_does_not_know_its_step_s_stream_is_not_found_and_goes_on(
     def fail() -> None:
         raise RuntimeError("planted")
 
+    real = rig.capture.at_step
     monkeypatch.setattr(rig.capture, "at_step", fail)
     work = rig.work(tokens=16)
     with caplog.at_level(logging.ERROR, "vllm.shmconn"):
@@ -81,4 +82,7 @@ def test_a_writer_that_does_not_know_its_step_s_stream_is_not_found_and_goes_on(
         while not done:
             done = writer.step(())
     assert done == {work.request_id} and rig.producer.published == 1
-    assert caplog.text.count("finished requests wait for the next step from now on") == 1
+    assert caplog.text.count("what finishes now waits for the next step") == 1
+    monkeypatch.setattr(rig.capture, "at_step", real)
+    writer.step(())
+    assert writer_here(rig.producer.generation) is writer

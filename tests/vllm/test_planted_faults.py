@@ -221,7 +221,7 @@ def test_a_fault_in_any_function_of_ours_costs_at_most_one_sample(
             "a request was reported twice": max(held.values()) > 1,
         }
         wrong += [f"{name}: {what}" for what, is_so in checks.items() if is_so]
-    assert wrong == []
     samples = reader.finish()
+    assert wrong == []
     for sample in samples.values():
         assert sample.hidden_states.equal(engine.expected(sample))
