@@ -14,11 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 _SHAPES: dict[str, dict[str, int]] = {
     "qwen3-8b": {
@@ -207,15 +208,8 @@ class Child:
         mine, theirs = Pipe()
         self._pipe = mine
         self._log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            env={**os.environ, **environment},
-            process_group=0,
-        )
+        command = [sys.executable, "-m", module, str(theirs.fileno()), *arguments]
+        self.process = start_group(command, self._log, environment, [theirs.fileno()])
         theirs.close()
 
     def tell(self, what: str, **arguments: Any) -> None:
@@ -255,6 +249,28 @@ class Child:
         kill_group(self.process)
         self._pipe.close()
         os.close(self._log)
+
+
+def start_group(
+    command: Sequence[str],
+    log: IO[str] | int,
+    environment: Mapping[str, str],
+    pass_fds: Sequence[int] = (),
+) -> "subprocess.Popen[bytes]":
+    """A process in a group of its own that says all it says in a log.
+
+    Args:
+        environment: added to that of this process.
+    """
+    return subprocess.Popen(
+        command,
+        pass_fds=pass_fds,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env={**os.environ, **environment},
+        process_group=0,
+    )
 
 
 def kill_group(process: "subprocess.Popen[bytes]") -> None:

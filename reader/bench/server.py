@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reader.bench.crew import Run
-from reader.bench.engine import kill_group
+from reader.bench.engine import kill_group, start_group
 from reader.bench.verifier import LAYERS
 from shmconn.directory import groups, remove_group, remove_rings, rings
 from shmconn.errors import RingMissing
@@ -38,7 +38,6 @@ class Server:
             self.port = probe.getsockname()[1]
         cpu = options.device == "cpu"
         environment = {
-            **os.environ,
             "HF_HUB_OFFLINE": "1",
             "VLLM_CACHE_ROOT": str(run.work / f"vllm-{backend}"),
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -60,14 +59,7 @@ class Server:
             command += ["--gpu-memory-utilization", "0.1"]
             command += ["--kv-cache-memory-bytes", str(8 << 30)]
         with open(run.out / f"server-{backend}.log", "w") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                process_group=0,
-            )
+            self.process = start_group(command, log, environment)
 
     def _command(self, options: argparse.Namespace, model: str) -> list[str]:
         layers = ",".join(map(str, LAYERS))

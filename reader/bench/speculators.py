@@ -15,7 +15,6 @@ table comes last. `--device cpu --shape tiny --server-python PYTHON` rehearses a
 
 import argparse
 import contextlib
-import os
 import shutil
 import signal
 import statistics
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reader.bench.crew import Run
-from reader.bench.engine import kill_group
+from reader.bench.engine import kill_group, start_group
 from reader.bench.report import Record, read
 from reader.bench.server import GROUP, Server
 from reader.bench.verifier import LAYERS, MASK_ID, SHAPES, write_data, write_verifier
@@ -136,19 +135,12 @@ class Training:
         command += ["--draft-attn-impl", "eager", "--loss-implementation", "eager"]
         if options.device == "cpu":
             command += ["--hidden-states-dtype", "float32"]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        environment = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
         # Kernels that are chosen by their speed differ from one process to the next.
         environment |= {"TORCHDYNAMO_DISABLE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         self._began = time.monotonic()
         with open(run.out / f"train-{name}.log", "w") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                process_group=0,
-            )
+            self.process = start_group(command, log, environment)
 
     def finish(self, limit_s: float, busy: Busy | None = None) -> None:
         """Waits for its end and writes its figures down, also those of a run that was cut.
@@ -338,6 +330,8 @@ def main() -> int:
     parser.add_argument("--turn-s", type=float, default=60.0, help="what one repeat needs")
     parser.add_argument("--train-limit-s", type=float, default=150.0, help="of one training")
     options = parser.parse_args()
+    if unknown := set(options.only.split(",")) - set(courses(options)):
+        parser.error(f"no course {', '.join(sorted(unknown))!r}: there are equal and speed")
     options.tiny, options.repeats = options.shape == "tiny", 1
     run = Run(options)
     bench = Bench(run, options)

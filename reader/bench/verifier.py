@@ -21,11 +21,6 @@ MASK_ID = _SPECIAL.index("<mask>")
 LAYERS = (2, 4, 5, 8)
 
 
-def hidden(shape: str) -> int:
-    """Size of one layer's state."""
-    return _SHAPES[shape]["hidden_size"]
-
-
 def write_verifier(folder: Path, shape: str, device: str) -> Path:
     """A Qwen3 of this shape with random weights in bf16, and a tokenizer of its vocabulary."""
     import torch
