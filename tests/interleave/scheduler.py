@@ -232,8 +232,11 @@ class Run:
             raise Killed
         self.steps += 1
         actor.observed = hash((actor.observed, name))
-        if self.touched.note(actor.name, reads, writes) or self.again is not None:
+        contested = self.touched.note(actor.name, reads, writes) or self.again is not None
+        # A store may overwrite what the inspector must have seen, be it contested yet or not.
+        if contested or value is not None:
             self._look()
+        if contested:
             self._may_change_hands(actor, name)
         if self.trace is not None:
             self.trace.append(f"{actor.name:10} {name:14} {writes or reads} {value or ''}")
