@@ -12,8 +12,9 @@ from shmconn import layout
 from shmconn.errors import ProducerDied, SampleGone, SampleLost, SegmentCorrupt
 from shmconn.handle import Handle
 from shmconn.ledger import tombstones_of
-from shmconn.member import Member, RingView
+from shmconn.member import Member
 from shmconn.sample import Row, Sample
+from shmconn.views import RingView
 
 
 def find(member: Member, view: RingView, wanted: Handle) -> tuple[Sample | None, str]:

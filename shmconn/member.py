@@ -16,7 +16,6 @@ import queue
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,70 +26,17 @@ from shmconn.errors import AccessDenied, LayoutMismatch, SegmentCorrupt
 from shmconn.registry import Group, Registry
 from shmconn.sample import Facts, Row, Sample
 from shmconn.segment import RingSegment, descriptors_named, ring_files
+from shmconn.views import RingView
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from shmconn.pinning import Pinned
 
 # Longest wait for another member's claim: it holds L for microseconds unless it was stopped.
 _CLAIM_WAIT_S = 0.5
 _SWEEP_WAIT_S = 5.0
 _FIRST = 16
-
-
-class RingView:
-    """A ring as one member sees it."""
-
-    def __init__(self, ring: RingSegment, *, counted: bool, pin: bool = False) -> None:
-        """Looks at a ring that was mapped.
-
-        Args:
-            counted: what was lost in this ring so far was lost while we were joined.
-            pin: register the pages with the device.
-        """
-        self.ring = ring
-        self.pinned = _pin(ring) if pin else None
-        if self.pinned is not None:
-            # Leases keep the view: its pages are unregistered after the last of them has ended.
-            weakref.finalize(self, self.pinned.close).atexit = False
-        self.bell = Doorbell(ring.file.name)
-        self._lost_before = Counter[str]() if counted else self._tombstones()
-
-    @property
-    def generation(self) -> str:
-        """Generation of the ring."""
-        return self.ring.generation
-
-    def _tombstones(self) -> "Counter[str]":
-        word = self.ring.words.load
-        reasons = enumerate(layout.REASONS)
-        return Counter({why: word(layout.LOST_BY_REASON + 8 * code) for code, why in reasons})
-
-    def lost(self) -> "Counter[str]":
-        """Tombstones since we joined, by reason."""
-        return self._tombstones() - self._lost_before
-
-    def fate(self) -> str | None:
-        """closed, died, or None while the producer lives. To be asked before a claim attempt."""
-        if self.ring.words.load(layout.CLOSED):
-            return "closed"
-        if self.ring.producer_alive():
-            return None
-        # It may have closed between the two looks.
-        return "closed" if self.ring.words.load(layout.CLOSED) else "died"
-
-
-def _pin(ring: RingSegment) -> "Pinned | None":
-    """Registers the ring's pages with the device; None, and one warning, if it cannot be done."""
-    from shmconn.pinning import Pinned
-
-    return Pinned.try_register(
-        memoryview(ring.map)[ring.shape.data :],
-        f"subscribe(pin=True): the pages of ring {ring.name!r} are not registered, so copies to "
-        "a device are slower and wait",
-    )
 
 
 class Member:

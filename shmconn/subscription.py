@@ -10,12 +10,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from shmconn import layout
-from shmconn.cleanup import try_clean
 from shmconn.doorbell import INTERVAL_S
 from shmconn.errors import (
     Busy,
@@ -26,34 +24,17 @@ from shmconn.errors import (
     RingMissing,
     SampleGone,
     SegmentCorrupt,
-    ShmConnError,
 )
 from shmconn.find import find
 from shmconn.handle import Handle, check_name
-from shmconn.member import Member, RingView
+from shmconn.member import Member
 from shmconn.registry import Group
 from shmconn.sample import Sample
 from shmconn.segment import RingSegment, descriptors_named, ring_files, split_ring_name
+from shmconn.views import RingEnd, Views
 
 _log = logging.getLogger("shmconn")
 _SAY_EVERY_S = 10.0
-
-
-@dataclass(frozen=True)
-class RingEnd:
-    """How a ring ended.
-
-    Attributes:
-        generation: its generation.
-        died: the producer was killed; else it closed the ring.
-        published, accepted, settled: its last counters.
-    """
-
-    generation: str
-    died: bool
-    published: int
-    accepted: int
-    settled: int
 
 
 def subscribe(
@@ -162,29 +143,22 @@ class Subscription:
         self.name = name
         self.group = group
         self.by_handle = by_handle
-        self.ends: list[RingEnd] = []
         self.corrupt = 0
         self._member = member
         self._follow = follow
-        self._pin = pin
         self._bell = member.bell
-        self._views: dict[str, RingView] = {}
+        self._views = Views(name, member.registry, follow=follow, pin=pin)
+        self.ends: list[RingEnd] = self._views.ends
         self._turn = 0
         self._say_busy_at = 0.0
         self._closed = False
-        self._epoch = -1
-        self._looked = False
-        self._done: set[str] = set()  # generations that ended or were refused
-        self._lost_in_ended: Counter[str] = Counter()
-        self._ended: dict[str, RingView] = {}  # still asked by get(): what was lost, and why
         self._give_up_at = time.monotonic() + wait_s
         self.ended = False
         try:
-            self._look_for_rings()
+            self._views.look()
         except BaseException:
             member.leave(clean=True)
             raise
-        self._looked = True
 
     # --- samples in turn ------------------------------------------------------------------------
 
@@ -226,8 +200,8 @@ class Subscription:
             self._bell.wait(left)
 
     def _try_next(self) -> Sample | None:
-        epoch = self._look_for_rings()
-        views = list(self._views.values())
+        epoch = self._views.look()
+        views = list(self._views.live.values())
         self._turn += 1
         for index in range(len(views)):
             view = views[(self._turn + index) % len(views)]
@@ -245,7 +219,7 @@ class Subscription:
             if sample is not None:
                 return sample
             if fate is not None:
-                self._end(view, fate)
+                self._views.end(view, fate)
         self._look_for_the_end(epoch)
         return None
 
@@ -256,34 +230,15 @@ class Subscription:
             self._say_busy_at = now + _SAY_EVERY_S
             _log.warning("waiting: %s", error)
 
-    def _end(self, view: RingView, fate: str) -> None:
-        words = view.ring.words
-        self.ends.append(
-            RingEnd(
-                view.generation,
-                fate == "died",
-                words.load(layout.PUBLISHED),
-                words.load(layout.ACCEPTED),
-                words.load(layout.SETTLED),
-            )
-        )
-        self._lost_in_ended += view.lost()
-        del self._views[view.generation]
-        if self._follow:
-            self._ended.clear()
-        self._ended[view.generation] = view
-        self._done.add(view.generation)
-        try_clean(self._member.registry, 0.0)
-
     def _look_for_the_end(self, epoch: int) -> None:
-        if self._views:
+        if self._views.live:
             return
         if self._member.registry.words.load(layout.EPOCH) != epoch:
             return
         if not self.ends:
             self._check_waiting()
             return
-        if self._follow or self._unattached():
+        if self._follow or self._views.unattached():
             return
         self.ended = True
         died = [end for end in self.ends if end.died]
@@ -298,56 +253,8 @@ class Subscription:
             )
 
     def _check_waiting(self) -> None:
-        if time.monotonic() >= self._give_up_at and not self._unattached():
+        if time.monotonic() >= self._give_up_at and not self._views.unattached():
             raise RingMissing(missing_text(self.name))
-
-    def _unattached(self) -> bool:
-        """Whether a ring of the name is being made, or came since the last look."""
-        return any(
-            split_ring_name(file).generation not in {*self._views, *self._done}
-            for file in ring_files(self.name)
-        )
-
-    def _look_for_rings(self) -> int:
-        """Attaches rings that came since; returns the epoch of the look.
-
-        Raises:
-            NoDescriptors: one could not be opened; the next call tries again.
-        """
-        epoch = self._member.registry.words.load(layout.EPOCH)
-        if epoch != self._epoch:
-            with descriptors_named(f"the next generation of ring {self.name!r}"):
-                self._attach_rings(epoch)
-        return epoch
-
-    def _attach_rings(self, epoch: int) -> None:
-        pending = False
-        for file_name in ring_files(self.name):
-            generation = split_ring_name(file_name).generation
-            if generation in self._views or generation in self._done:
-                continue
-            try:
-                ring = RingSegment.attach(file_name, whole=True)
-            except ShmConnError:
-                if not self._follow and not self._views:
-                    raise
-                self._done.add(generation)
-                _log.exception("a ring was refused")
-                continue
-            if ring is None:
-                pending = True
-                # Its producer may have died while it made the ring: then it is unlinked here.
-                try_clean(self._member.registry, 0.0)
-            elif ring.registry_id != self._member.registry.id:
-                self._done.add(generation)
-                _log.error(
-                    "ring %s belongs to a registry that was removed by hand; it is not read",
-                    file_name,
-                )
-            else:
-                self._views[generation] = RingView(ring, counted=self._looked, pin=self._pin)
-        if not pending:
-            self._epoch = epoch
 
     # --- one request's sample -------------------------------------------------------------------
 
@@ -387,15 +294,15 @@ class Subscription:
 
     def _find(self, wanted: Handle) -> tuple[Sample | None, str]:
         """The sample, or None and what it waits for."""
-        self._look_for_rings()
-        view = self._views.get(wanted.generation) or self._ended.get(wanted.generation)
+        self._views.look()
+        view = self._views.of(wanted.generation)
         if view is not None:
             try:
                 return find(self._member, view, wanted)
             except Busy as error:
                 self._say_busy(error)
                 return None, f": {error}"
-        if self._epoch >= 0 and not self._unattached():
+        if self._views.all_attached():
             raise SampleGone(
                 f"sample {wanted.number} is of generation {wanted.generation}, which is not "
                 f"there any more: its vLLM has ended and all groups had read it"
@@ -422,7 +329,7 @@ class Subscription:
 
     def unread(self) -> int:
         """Published samples that the group has not taken yet, about."""
-        return sum(self._member.unread(view) for view in list(self._views.values()))
+        return sum(self._member.unread(view) for view in list(self._views.live.values()))
 
     @property
     def lost(self) -> int:
@@ -433,8 +340,7 @@ class Subscription:
     @property
     def lost_by_reason(self) -> dict[str, int]:
         """Requests that yielded no sample while we were joined, by reason; with aborted ones."""
-        lost = sum((view.lost() for view in list(self._views.values())), self._lost_in_ended)
-        return dict(lost + Counter(corrupt=self.corrupt))
+        return dict(self._views.lost() + Counter(corrupt=self.corrupt))
 
     @property
     def leases(self) -> int:
@@ -456,11 +362,10 @@ class Subscription:
         if self._member.registry.locks.forked:
             return
         # Without a ring there is nothing to keep a place for.
-        clean = clean or not (self._views or self.ends)
+        clean = clean or not (self._views.live or self.ends)
         if clean and not self.ended and not self.by_handle:
             self._warn_of_unread()
         self._views.clear()
-        self._ended.clear()
         self._member.leave(clean=clean)
 
     def _warn_of_unread(self) -> None:

@@ -174,7 +174,7 @@ class ShmTransfer(FileTransfer):  # type: ignore[misc]
         """Whether this process's share of the ring allows one more view."""
         self._views = [(ref, pages) for ref, pages in self._views if ref() is not None]
         member = subscription._member
-        view = subscription._views.get(sample.handle.generation)
+        view = subscription._views.live.get(sample.handle.generation)
         if view is None or view.ring.words.load(layout.HELD_SINCE):
             return False
         shape = view.ring.shape

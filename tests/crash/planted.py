@@ -12,11 +12,12 @@ import pytest
 from shmconn import cleanup, doorbell, layout
 from shmconn.handle import Handle
 from shmconn.ledger import Ledger
-from shmconn.member import Member, RingView
+from shmconn.member import Member
 from shmconn.registry import Registry
 from shmconn.ring import Producer
 from shmconn.segment import RingSegment
 from shmconn.slots import Slots
+from shmconn.views import RingView
 from shmconn.words import Words
 
 

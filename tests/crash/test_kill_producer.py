@@ -85,7 +85,7 @@ def trial(base: str, state: str, number: int, *, looks: bool, plant: Callable[[]
                 end.generation == generation for end in follower.subscription.ends
             ),
         )
-        if published or first.subscription._views:
+        if published or first.subscription._views.live:
             # A ring without a sample may have gone before it was seen: then there was no end.
             first.read_until("the end", lambda: first.over)
         for reader in readers:

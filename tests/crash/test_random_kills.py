@@ -168,7 +168,7 @@ def test_a_reader_stays_through_the_deaths_of_its_producers(ring: str) -> None:
         child.kill()
         killed_at = killed_at or time.monotonic()
     for reader in readers:
-        reader.read_until("the last end", lambda reader=reader: not reader.subscription._views)
+        reader.read_until("the last end", lambda reader=reader: not reader.subscription._views.live)
     published = 0
     for life in range(restarts):
         if not log.generations[life, 0]:

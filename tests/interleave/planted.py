@@ -15,13 +15,14 @@ from shmconn import find, layout, need, start
 from shmconn.handle import Handle
 from shmconn.ledger import Ledger
 from shmconn.liveness import LockFile
-from shmconn.member import Lease, Member, RingView
+from shmconn.member import Lease, Member
 from shmconn.registry import Group, Registry
 from shmconn.ring import Producer
 from shmconn.sample import Row, Sample
 from shmconn.segment import RingSegment, ShmFile
 from shmconn.slots import Slots
 from shmconn.subscription import Subscription
+from shmconn.views import RingView
 
 Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]
@@ -360,14 +361,14 @@ def claims_before_the_fate(patch: Patch) -> None:
     """9: a reader looks for samples first, then whether the ring has ended."""
 
     def wrong(self: Any) -> Sample | None:
-        epoch = self._look_for_rings()
-        for view in list(self._views.values()):
+        epoch = self._views.look()
+        for view in list(self._views.live.values()):
             sample: Sample | None = self._member.claim(view)
             if sample is not None:
                 return sample
             fate = view.fate()
             if fate is not None:
-                self._end(view, fate)
+                self._views.end(view, fate)
         self._look_for_the_end(epoch)
         return None
 
@@ -401,7 +402,7 @@ def no_second_look_for_rings(patch: Patch) -> None:
     """A reader ends although another ring came during its last look."""
 
     def wrong(self: Any, epoch: int) -> None:
-        if not self._views:
+        if not self._views.live:
             self.ended = bool(self.ends)
 
     patch.setattr(Subscription, "_look_for_the_end", wrong)
@@ -411,7 +412,7 @@ def an_end_without_a_ring(patch: Patch) -> None:
     """A reader that waits for a ring ends when one came and went."""
 
     def wrong(self: Any, epoch: int) -> None:
-        if not self._views and epoch and not self._unattached():
+        if not self._views.live and epoch and not self._views.unattached():
             self.ended = True
 
     patch.setattr(Subscription, "_look_for_the_end", wrong)

@@ -42,7 +42,7 @@ def stay(name: str, shared: Shared, leaks: int = 0) -> None:
             over = shared.words[OVER]
             sample = subscription.next(0.05)
             if sample is None:
-                if over and not subscription._views:
+                if over and not subscription._views.live:
                     return
                 continue
             generation = sample.handle.generation

@@ -17,7 +17,7 @@ from server import WATCHDOG_S, Server, params, prompt
 
 import shmconn
 from shmconn.handle import Handle
-from shmconn.subscription import RingEnd
+from shmconn.views import RingEnd
 
 PROMPTS = [prompt(tokens, tokens) for tokens in (2, 3, 20, 90, 127, 128, 129, 200)]
 CLIENTS = 6

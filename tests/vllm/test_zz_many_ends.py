@@ -23,7 +23,7 @@ from test_zz_ends import segments
 import shmconn
 from shmconn import directory
 from shmconn.handle import Handle
-from shmconn.subscription import RingEnd
+from shmconn.views import RingEnd
 
 ENDS = int(os.environ.get("SHMCONN_ENDS", "20"))
 RANK_ENDS = int(os.environ.get("SHMCONN_RANK_ENDS", "4"))
