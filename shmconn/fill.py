@@ -2,15 +2,21 @@
 """A sample on its way into the ring, and what the producer remembers of one that is there."""
 
 import json
+import struct
+import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shmconn import layout
 from shmconn.errors import OptionError
 
 if TYPE_CHECKING:
     import torch
+
+# From SLOT_NUMBER on, in the order of docs/format.md.
+_ROW = struct.Struct("<Q16s11QQ")
 
 
 @dataclass(eq=False)
@@ -55,6 +61,31 @@ class Fill:
     def tensor(self) -> "torch.Tensor":
         """The states as a torch tensor ``[tokens, layers, hidden]`` over the ring's memory."""
         return as_tensor(self.states, self.dtype, (self.tokens, self.layers, self.hidden))
+
+    def row(self, digest: str) -> bytes:
+        """What the slot's row says of it, published now.
+
+        Args:
+            digest: of the request id, 32 hex digits.
+        """
+        request_id = self.request_id.encode("utf-8", "surrogatepass")[: layout.SLOT_ID_BYTES]
+        fields = _ROW.pack(
+            self.number,
+            bytes.fromhex(digest),
+            self.first_page,
+            self.pages,
+            self.tokens,
+            self.layers,
+            self.hidden,
+            layout.DTYPES[self.dtype],
+            self.states.nbytes,
+            self.ids_offset,
+            self.json_offset,
+            self.json_bytes,
+            time.time_ns(),
+            len(request_id),
+        )
+        return fields + bytes(8) + request_id
 
 
 class Stored(NamedTuple):

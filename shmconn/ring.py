@@ -13,7 +13,6 @@ Reclaim looks at the need of each published slot (need.py), without a lock and w
 need only ever falls.
 """
 
-import struct
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +33,6 @@ from shmconn.start import Plan, Started, start
 
 if TYPE_CHECKING:
     import torch
-
-_ROW = struct.Struct("<Q16s11QQ")
 
 
 class Producer:
@@ -390,25 +387,8 @@ class Producer:
                 raise OptionError(f"the token ids of request {fill.request_id!r} were not written")
             seq = self._published + 1
             digest = digest_of(fill.request_id)
-            request_id = fill.request_id.encode("utf-8", "surrogatepass")[: layout.SLOT_ID_BYTES]
-            row = _ROW.pack(
-                fill.number,
-                bytes.fromhex(digest),
-                fill.first_page,
-                fill.pages,
-                fill.tokens,
-                fill.layers,
-                fill.hidden,
-                layout.DTYPES[fill.dtype],
-                fill.states.nbytes,
-                fill.ids_offset,
-                fill.json_offset,
-                fill.json_bytes,
-                time.time_ns(),
-                len(request_id),
-            )
             words = self._ring.words
-            words.write(self.shape.row_at(fill.slot), row + bytes(8) + request_id)
+            words.write(self.shape.row_at(fill.slot), fill.row(digest))
             words.store(self.shape.seq_at(fill.slot), seq)
             self._published = seq
             self._store(layout.PUBLISHED, seq)

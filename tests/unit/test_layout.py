@@ -49,7 +49,7 @@ def test_locks_lie_beyond_every_segment_and_apart() -> None:
 
 
 def test_the_slot_row_is_what_the_offsets_say() -> None:
-    from shmconn.ring import _ROW
+    from shmconn.fill import _ROW
 
     assert _ROW.size + 8 == layout.SLOT_ID
     row = _ROW.pack(1, bytes(16), *range(2, 13), 13)
