@@ -30,6 +30,12 @@ class ShmStats(KVConnectorStats):  # type: ignore[misc]
 
     data: dict[str, Any]
 
+    def __getitem__(self, key: str) -> dict[str, Any]:
+        """``["data"]``: a MultiConnector of vLLM up to 0.28 asks for it as of the plain data that
+        it would find between processes, also where there is one only, and ends the engine if it
+        gets none."""
+        return {"data": self.data}[key]
+
     def reset(self) -> None:
         """Forgets the interval."""
         self.data = {}

@@ -12,6 +12,7 @@ from test_engines import run
 
 @pytest.mark.long
 @pytest.mark.vllm
-def test_offline_requests_yield_one_right_sample_each(tmp_path: Path) -> None:
-    done = run("smollm", tmp_path)
-    assert done.returncode == 0 and "DONE smollm" in done.stdout, done.stdout + done.stderr
+@pytest.mark.parametrize("name", ["smollm", "apart"])
+def test_offline_requests_yield_one_right_sample_each(name: str, tmp_path: Path) -> None:
+    done = run(name, tmp_path)
+    assert done.returncode == 0 and f"DONE {name}" in done.stdout, done.stdout + done.stderr

@@ -158,7 +158,7 @@ MODES: dict[str, Callable[[Path, int], None]] = {
         one.__name__: _small(one)
         for one in (
             *(modes.mamba, modes.mla, modes.lora, modes.offloading, modes.prompt_embeds),
-            *(modes.sleep, modes.plain, modes.pooling, modes.runner_v2),
+            *(modes.sleep, modes.plain, modes.apart, modes.pooling, modes.runner_v2),
         )
     },
     **{one.__name__: one for one in (eager, tp2)},

@@ -7,6 +7,7 @@
     mamba          Mamba-2 layers and attention (Nemotron-H)
     mla            latent attention (DeepSeek-V2)
     lora, prompt_embeds, pooling, sleep, plain
+    apart          an engine in a process of its own, ours the only child of a MultiConnector
     offloading     beside vLLM's own offloading of KV blocks, in a MultiConnector
     runner_v2      the second model runner, or vLLM's words that refuse it
     eager          base without graphs

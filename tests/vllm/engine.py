@@ -40,6 +40,7 @@ with warnings.catch_warnings():
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
@@ -163,7 +164,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.replies: dict[str, dict[str, Any]] = {}
         self.reported: list[str] = []
-        self.stats: list[Any] = []
+        self.outputs: list[EngineCoreOutputs] = []
 
     def add(self, request_id: str, ids: list[int], max_tokens: int = 1, **params: Any) -> Request:
         """A request; further arguments are its own kv_transfer_params."""
@@ -202,9 +203,8 @@ class Engine:
         )
         assert result is not None and result.kv_connector_output is not None
         self.reported += sorted(result.kv_connector_output.finished_sending or ())
-        if result.kv_connector_output.kv_connector_stats:
-            self.stats.append(result.kv_connector_output.kv_connector_stats)
         outputs = self.scheduler.update_from_output(output, result)
+        self.outputs += outputs.values()
         for group in outputs.values():
             for one in group.outputs:
                 if one.kv_transfer_params is not None:

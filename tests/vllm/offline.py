@@ -130,11 +130,15 @@ class Offline:
             }
         )
         self.engine: Any = self.llm.llm_engine
-        self.core: Any = self.engine.engine_core.engine_core
         self.reader = shmconn.subscribe(self.ring, "tests")
         self.seen = 0
         # Requests of which vLLM had taken the blocks away before they finished.
         self.lost = 0
+
+    @property
+    def core(self) -> Any:
+        """vLLM's engine itself."""
+        return self.engine.engine_core.engine_core
 
     @property
     def usage(self) -> float:
@@ -218,7 +222,7 @@ class Offline:
         self.seen += len(samples)
         self.lost += count - len(samples)
         assert count - may_lose <= len(samples) <= count, f"{len(samples)} samples, not {count}"
-        assert self.usage == 0 and not self.core.scheduler.requests
+        assert self.usage == 0
         for sample in samples:
             twin = torch.load(
                 Path(os.environ["SHMCONN_TWINS"])
@@ -244,7 +248,7 @@ class Offline:
             assert time.monotonic() < deadline, info
             time.sleep(0.1)
             (info,) = directory.rings(self.ring)
-        self.core.shutdown()
+        self.engine.engine_core.shutdown()
         assert [end.died for end in self._ends()] == [False]
         self.reader.close()
         left = [path.name for path in Path("/dev/shm").glob(f"*shmconn.{self.ring}*")]
@@ -253,6 +257,31 @@ class Offline:
     def _ends(self) -> list[Any]:
         assert self.reader.next(timeout=10) is None and self.reader.ended
         return list(self.reader.ends)
+
+
+class Apart(Offline):
+    """An engine in a process of its own, as vLLM has it if nothing else is asked for."""
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        super().__init__(model, **options)
+
+    @property
+    def usage(self) -> float:
+        """0 if vLLM lets go of its prefix cache, which it does only if no block has an owner."""
+        return 0.0 if self.llm.reset_prefix_cache() else 1.0
+
+    def settle(self) -> None:
+        """Until each request has its sample or tombstone, and the engine its blocks."""
+        deadline = time.monotonic() + WATCHDOG_S
+        while self._unsettled() or self.usage:
+            time.sleep(0.05)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"still there: {directory.rings(self.ring)}")
+
+    def _unsettled(self) -> int:
+        (info,) = directory.rings(self.ring)
+        return info.accepted - info.settled
 
 
 def error(got: torch.Tensor, reference: torch.Tensor) -> float:

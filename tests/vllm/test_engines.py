@@ -28,7 +28,9 @@ def run(name: str, folder: Path, **environment: str) -> subprocess.CompletedProc
     return done
 
 
-@pytest.mark.parametrize("name", ["plain", "smollm", "lora", "pooling", "sleep", "mla", "example"])
+@pytest.mark.parametrize(
+    "name", ["plain", "smollm", "apart", "lora", "pooling", "sleep", "mla", "example"]
+)
 def test_this_mode_yields_one_right_sample_for_each_request(name: str, tmp_path: Path) -> None:
     done = run(name, tmp_path)
     assert done.returncode == 0 and f"DONE {name}" in done.stdout, done.stdout + done.stderr

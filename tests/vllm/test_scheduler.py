@@ -2,6 +2,7 @@
 """The connector under vLLM's real scheduler: any order of ends, and engines of another kind."""
 
 import random
+import re
 import secrets
 import sys
 import threading
@@ -11,13 +12,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
 import torch
 from engine import BLOCK, LAYERS, MERGES, Engine, transfer_config, vllm_config
 from harness import figures
 from rings import remove_ring
 from server import make_model
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorLogging,
+    KVConnectorProm,
+)
 from vllm.v1.core.sched import scheduler as scheduler_module
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics import prometheus
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import shmconn
 from shmconn import connector as connector_module
@@ -351,6 +360,42 @@ def test_beside_another_connector_each_request_is_freed_when_both_are_done(
         reply = engine.replies[request_id]
         assert reply["handle"] == str(sample.handle)
         assert reply.get("other") == (1 if MERGES else None)
+
+
+@pytest.mark.parametrize("between", ["one process", "two processes"])
+@pytest.mark.parametrize("other", [None, 0, 1])
+def test_vllm_shows_our_figures_alone_and_beside_another_connector(
+    make: Make, other: int | None, between: str
+) -> None:
+    engine = make(other=other)
+    for index in range(6):
+        engine.add(f"r{index}", ids(40, index))
+    engine.add("abort0", ids(200, 9))
+    engine.step()
+    engine.abort("abort0")
+    engine.run()
+    settled(engine)
+    # What the idle copier has to tell goes out with the next step.
+    engine.step()
+    config = engine.scheduler.vllm_config
+    prometheus.unregister_vllm_metrics()
+    shown = KVConnectorProm(config, ["engine"], {0: ["0"]})
+    lines = KVConnectorLogging(config.kv_transfer_config)
+    for outputs in engine.outputs:
+        if between == "two processes":
+            frames = MsgpackEncoder().encode(outputs)
+            outputs = MsgpackDecoder(EngineCoreOutputs).decode(frames)
+        figures = outputs.scheduler_stats and outputs.scheduler_stats.kv_connector_stats
+        if figures:
+            shown.observe(figures)
+            lines.observe(figures)
+    value = prometheus_client.REGISTRY.get_sample_value
+    assert value("vllm:shmconn_samples_published_total", {"engine": "0"}) == 6
+    lost = {"engine": "0", "reason": "aborted"}
+    assert value("vllm:shmconn_samples_lost_total", lost) == 1
+    said: list[str] = []
+    lines.log(lambda text, *values: said.append(text % values))
+    assert len(said) == 1 and re.search(r"Samples published'?[=:] ?6\b", said[0]), said
 
 
 def test_of_two_ranks_one_writes_and_its_word_alone_frees_a_request(make: Make) -> None:
