@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import queue
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -103,19 +102,18 @@ class _Signals:
     """Notes what the process was told.
 
     A handler runs between any two steps of the main thread, which may hold any lock just then: so
-    it takes none. A threading.Event has one; a SimpleQueue's put is made for this.
+    it takes none, and wakes nobody. A threading.Event has a lock, and a SimpleQueue of Python up
+    to 3.12 may wait for ever where it should wait for a moment.
     """
 
     def __init__(self, reopen: Callable[[], None] | None) -> None:
         self.received: int | None = None
-        self._told: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._reopen = reopen
         self._hung_up = False
 
-    def wait(self, timeout_s: float) -> None:
-        """Sleeps until a signal comes, or the time is over; opens the logs anew if that was it."""
-        with contextlib.suppress(queue.Empty):
-            self._told.get(timeout=timeout_s)
+    def sleep(self, seconds: float) -> None:
+        """Sleeps, whatever comes meanwhile; then opens the logs anew if that was asked for."""
+        time.sleep(seconds)
         if self._hung_up and self._reopen is not None:
             self._hung_up = False
             self._reopen()
@@ -124,12 +122,10 @@ class _Signals:
         if self.received is not None:
             os._exit(EXIT_SIGNAL + number)  # told twice: no more waiting, leases die with us
         self.received = number
-        self._told.put(None)
 
     def _hang_up(self, number: int, frame: FrameType | None) -> None:
         if self._reopen is not None:
             self._hung_up = True
-            self._told.put(None)
         else:
             self._end(number, frame)
 
@@ -276,7 +272,7 @@ class _Drain:
         """Look at the writers until they are done or we are told to stop."""
         shown = 0.0
         while signals.received is None and any(lane.running for lane in self._lanes):
-            signals.wait(_LOOK_S)
+            signals.sleep(_LOOK_S)
             if time.monotonic() - shown >= _SHOW_S:
                 shown = time.monotonic()
                 self._look()

@@ -75,22 +75,25 @@ def test_a_write_that_hangs_does_not_hold_up_the_stop_and_its_sample_is_kept(mon
         remove_group(name, "files")
 
 
-# Sleeps as the service does while signals come, until it has had so many of them. A thread looks
-# whether it still gets them.
+# Sleeps as the service does while signals come, until it has heard of so many of them; each asks
+# for the next one. A thread looks whether it still gets them.
 STORM = """
-import os, signal, sys, threading, time, types
+import os, signal, sys, threading, time
 from reader.service import _Signals
-signals, event = _Signals(None), threading.Event()
-if sys.argv[1] == "event":
-    signals.wait = event.wait
-    signals._told = types.SimpleNamespace(put=lambda _: event.set())
 most, count = int(sys.argv[2]), 0
-def handler(number, frame):
+def heard():
     global count
     count += 1
-    signals._told.put(None)
     if count < most:
         signal.setitimer(signal.ITIMER_REAL, 0.0001)
+signals, event = _Signals(heard), threading.Event()
+sleep, handler = signals.sleep, signals._hang_up
+if sys.argv[1] == "event":
+    handler = lambda number, frame: event.set()
+    def sleep(seconds):
+        if event.wait(seconds):
+            event.clear()
+            heard()
 def look():
     before = -1
     while count < most:
@@ -98,13 +101,12 @@ def look():
             os.write(1, b"hangs")
             os._exit(0)
         before = count
-        time.sleep(2)
+        time.sleep(5)
 signal.signal(signal.SIGALRM, handler)
 threading.Thread(target=look, daemon=True).start()
 signal.setitimer(signal.ITIMER_REAL, 0.0001)
 while count < most:
-    signals.wait(0.00005)
-    event.clear()
+    sleep(0.00005)
 print("had", count)
 """
 
