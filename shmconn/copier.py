@@ -182,6 +182,8 @@ class Copier:
         """Moves what came in to the queue; a request without a sample is buried at once."""
         while True:
             try:
+                # Python up to 3.12 may wait for ever here if the machine stands still just now: the
+                # next request ends that, and takes back itself what it needs.
                 item = self._inbox.get(timeout=self._patience())
             except queue.Empty:
                 if not self._waiting:
