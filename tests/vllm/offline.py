@@ -145,6 +145,11 @@ class Offline:
         """Share of KV blocks that somebody owns."""
         return float(self.core.scheduler.kv_cache_manager.usage)
 
+    @property
+    def idle(self) -> bool:
+        """Whether it has no request and no block any more."""
+        return self.usage == 0 and not self.core.scheduler.requests
+
     def settle(self) -> None:
         """Steps as the engine's own loop would, until no request is left, held ones included."""
         deadline = time.monotonic() + WATCHDOG_S
@@ -222,7 +227,7 @@ class Offline:
         self.seen += len(samples)
         self.lost += count - len(samples)
         assert count - may_lose <= len(samples) <= count, f"{len(samples)} samples, not {count}"
-        assert self.usage == 0
+        assert self.idle
         for sample in samples:
             twin = torch.load(
                 Path(os.environ["SHMCONN_TWINS"])
@@ -271,10 +276,15 @@ class Apart(Offline):
         """0 if vLLM lets go of its prefix cache, which it does only if no block has an owner."""
         return 0.0 if self.llm.reset_prefix_cache() else 1.0
 
+    @property
+    def idle(self) -> bool:
+        """Whether it has no block any more, and so no request that ever ran."""
+        return self.usage == 0
+
     def settle(self) -> None:
         """Until each request has its sample or tombstone, and the engine its blocks."""
         deadline = time.monotonic() + WATCHDOG_S
-        while self._unsettled() or self.usage:
+        while self._unsettled() or not self.idle:
             time.sleep(0.05)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"still there: {directory.rings(self.ring)}")
