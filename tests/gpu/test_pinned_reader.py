@@ -85,7 +85,7 @@ def test_the_pages_are_registered_while_the_view_lives_and_not_after_it(ring_nam
         states = torch.randn(10, 1, 64).bfloat16()
         producer.put(states, range(10), request_id="r")
         subscription = shmconn.subscribe(ring_name, "g", pin=True)
-        (view,) = subscription._views.values()
+        (view,) = subscription._views.live.values()
         area = memoryview(view.ring.map)[view.ring.shape.data :]
         assert is_registered(area)
         sample = subscription.next(5)

@@ -269,6 +269,8 @@ class Apart(Offline):
 
     def __init__(self, model: Path, **options: Any) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        # A fork could not use a CUDA device that its parent has so much as counted.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         super().__init__(model, **options)
 
     @property
