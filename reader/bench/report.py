@@ -10,6 +10,10 @@ from typing import Any
 
 Record = dict[str, Any]
 
+# Of repeats, before a ratio of their medians is held against a goal.
+FEWEST = 3
+TOO_FEW = f"fewer than {FEWEST} repeats: not judged"
+
 
 def read(files: Iterable[Path]) -> list[Record]:
     """All figures of these files, in order."""
@@ -71,6 +75,14 @@ def _row(
     return f"{text} goal {'<=' if most else '>='} {goal:g} {'met' if met else 'MISSED'}"
 
 
+def _spread(values: Iterable[float]) -> str:
+    """How much a median is worth: some machines change their own speed by half."""
+    kept = list(values)
+    if not kept:
+        return "no repeat"
+    return f"{len(kept)} x, {min(kept):,.0f} to {max(kept):,.0f}"
+
+
 def _bus(records: list[Record]) -> list[str]:
     table: list[str] = []
     by_size: dict[int, dict[str, Record]] = defaultdict(dict)
@@ -107,11 +119,12 @@ def _speeds(records: list[Record]) -> list[str]:
         speed = {name: median(one["tokens_s"] for one in all_) for name, all_ in names.items()}
         speed["none"] = median(one["tokens_s"] for one in bare[part, shape])
         for name, value in speed.items():
-            table.append(_row(f"{title}: {name}", value, "tokens/s"))
+            kept = names[name] if name in names else bare[part, shape]
+            row = _row(f"{title}: {name}", value, "tokens/s")
+            table.append(f"{row} {_spread(one['tokens_s'] for one in kept)}")
         ours = speed.get("ours", float("nan"))
-        table.append(
-            _row(f"{title}: ours / thrown away", ours / speed.get("throw", float("nan")), "x", 0.99)
-        )
+        share = ours / speed.get("throw", float("nan"))
+        table.append(_judged(names, "throw", f"{title}: ours / thrown away", share, 0.99))
         if "stock" in speed:
             goal = 1.35 if count == 8 else 1.0
             table.append(_row(f"{title}: ours / stock", ours / speed["stock"], "x"))
@@ -121,10 +134,19 @@ def _speeds(records: list[Record]) -> list[str]:
                     _row(f"{title}: {name}, until all has arrived", arrived[name], "tokens/s")
                 )
             share = arrived["ours"] / arrived["stock"]
-            table.append(_row(f"{title}: ours / stock, all arrived", share, "x", goal))
+            row = f"{title}: ours / stock, all arrived"
+            table.append(_judged(names, "stock", row, share, goal))
         table.append(_row(f"{title}: ours / no extraction", ours / speed["none"], "x"))
         table += _cpu(title, names)
     return table
+
+
+def _judged(
+    names: dict[str, list[Record]], other: str, what: str, value: float, goal: float
+) -> str:
+    if min(len(names.get(one, ())) for one in ("ours", other)) < FEWEST:
+        return f"{_row(what, value, 'x')} {TOO_FEW}"
+    return _row(what, value, "x", goal)
 
 
 def _cpu(title: str, names: dict[str, list[Record]]) -> list[str]:
