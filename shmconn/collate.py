@@ -70,7 +70,7 @@ class Collator:
     ) -> None:
         if not isinstance(max_len, int) or max_len < 1:
             raise OptionError(f"max_len {max_len!r} must be a number of tokens, 1 or more")
-        if isinstance(dtype, str) and dtype not in DTYPES:
+        if not isinstance(dtype, torch.dtype | None) and dtype not in tuple(DTYPES):
             raise OptionError(f"dtype {dtype!r} must be one of {', '.join(sorted(DTYPES))}")
         self.max_len = max_len
         self.split = split
@@ -192,10 +192,13 @@ class Packing:
                 f"{like[2]}; the batch has {list(self._like[0])}, {self._like[1]}, {self._like[2]}"
             )
         count = min(sample.tokens, self._collator.max_len - self._offset)
-        self._cut += sample.tokens - count
         if count == 0 and sample.tokens:
+            self._cut += sample.tokens
             sample.release()
             return
+        mask: torch.Tensor | None = None
+        if self._collator.loss_mask is not None:
+            mask = self._mask_of(sample, self._collator.loss_mask)
         device = self._collator.device
         if device is None:
             states, ids = sample.hidden_states, sample.token_ids
@@ -203,6 +206,8 @@ class Packing:
             # One DMA; the split and the cast are the device's work.
             states, ids = sample.to(device, non_blocking=True)
         rows = slice(self._offset, self._offset + count)
+        # If a copy below fails, those rows are no part of the batch.
+        self._dirty = max(self._dirty, rows.stop)
         parts = self._parts
         if self._collator.split:
             parts["hidden_states"][rows] = states[:count, :-1]
@@ -212,8 +217,9 @@ class Packing:
         parts["input_ids"][rows] = ids[:count]
         torch.arange(count, out=parts["position_ids"][rows])
         parts["document_ids"][rows] = len(self._lengths)
-        if self._collator.loss_mask is not None:
-            parts["loss_mask"][rows] = self._mask_of(sample, self._collator.loss_mask)[:count]
+        if mask is not None:
+            parts["loss_mask"][rows] = mask[:count]
+        self._cut += sample.tokens - count
         self._offset += count
         self._lengths.append(count)
         self._handles.append(str(sample.handle))

@@ -31,14 +31,15 @@ from shmconn.errors import Closed, OptionError, ProducerDied, RingMissing, Sampl
 from shmconn.handed_out import HandedOut
 from shmconn.handle import Handle, check_name
 from shmconn.sample import Sample
-from shmconn.subscription import Subscription, subscribe
+from shmconn.subscription import Subscription, check_wait, subscribe
 from shmconn.trainer_words import TrainerWords
 
 _log = logging.getLogger("shmconn")
 
 # How long a read waits before it looks whether it should end.
 _LOOK_S = 0.2
-# With no sample for so long, the leases of a half-filled batch end: they may be what fills a ring.
+# With no sample for so long, and a ring that is short of room, the leases of a half-filled batch
+# end: they may be what fills it.
 _PATIENCE_S = 1.0
 _DEATHS = ("raise", "end")
 _LOSSES = ("raise", "warn", "ignore")
@@ -80,6 +81,7 @@ class SampleDataset(IterableDataset[Any]):
         check_name(group, "group")
         if name is not None:
             check_name(name)
+        check_wait(wait_s)
         _check_choice("on_death", on_death, _DEATHS)
         _check_choice("on_loss", on_loss, _LOSSES)
         unknown = sorted(set(options) - {"follow", "durable", "pin"})
@@ -98,11 +100,14 @@ class SampleDataset(IterableDataset[Any]):
     def _begin(self) -> None:
         self._subscription: Subscription | None = None
         self._packing: Packing | None = None
-        self._stop = threading.Event()
+        # What of the subscription's losses was told.
+        self._told = Counter[str]()
+        # A thread that closes the dataset finds the subscription of one that opens it.
+        self._opening = threading.Lock()
         self._died: ProducerDied | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_subscription", "_packing", "_stop", "_died")
+        own = ("_subscription", "_packing", "_told", "_opening", "_died")
         return {key: value for key, value in self.__dict__.items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -129,10 +134,14 @@ class SampleDataset(IterableDataset[Any]):
             del item
             yield held.pop()
 
-    def unrecorded(self) -> Iterator[Any]:
-        """Iterates in this process, and leaves it to the caller to ``record`` what it used."""
+    def unrecorded(self, stop: threading.Event | None = None) -> Iterator[Any]:
+        """Iterates in this process, and leaves it to the caller to ``record`` what it used.
+
+        Args:
+            stop: once it is set the iteration ends; a later one goes on from there.
+        """
         subscription = self._open()
-        yield from self._items(subscription)
+        yield from self._items(subscription, stop=stop)
         if not subscription.ended:
             return
         self._leave(clean=True)
@@ -145,11 +154,18 @@ class SampleDataset(IterableDataset[Any]):
         if self._words.stopped:
             raise Closed(f"the dataset of group {self.group!r} was closed")
         self._begin()
-        self._subscription = subscribe(self.name, self.group, **self._options)
+        try:
+            self._subscription = subscribe(self.name, self.group, **self._options)
+        except RingMissing:
+            if self._words.joined:
+                # The others have read all of it before this worker was up.
+                return
+            raise
+        self._words.note_joined()
         # A worker that ends does not always end this generator first.
         leave = Finalize(None, self._leave_worker, (trainer,), exitpriority=1)
         try:
-            yield from self._items(self._subscription, trainer)
+            yield from self._items(self._subscription, trainer=trainer)
         finally:
             leave()
         if self._died is not None:
@@ -169,8 +185,14 @@ class SampleDataset(IterableDataset[Any]):
                 return
             time.sleep(0.005)
 
-    def _items(self, subscription: Subscription, trainer: int = 0) -> Iterator[Any]:
-        samples = self._samples(subscription, trainer)
+    def _items(
+        self,
+        subscription: Subscription,
+        *,
+        trainer: int = 0,
+        stop: threading.Event | None = None,
+    ) -> Iterator[Any]:
+        samples = self._samples(subscription, trainer, stop)
         if self.collator is not None:
             yield from self._batches(samples, self.collator)
             return
@@ -180,11 +202,12 @@ class SampleDataset(IterableDataset[Any]):
                 del sample
                 yield held.pop()
 
-    def _samples(self, subscription: Subscription, trainer: int) -> Iterator[Sample | None]:
+    def _samples(
+        self, subscription: Subscription, trainer: int, stop: threading.Event | None
+    ) -> Iterator[Sample | None]:
         """Samples that were not handed out before; None after each wait in vain."""
-        lost = Counter(subscription.lost_by_reason)
-        while not self._stop.is_set():
-            if trainer and (self._words.stopped or os.getppid() != trainer):
+        while not (self._words.stopped or (stop is not None and stop.is_set())):
+            if trainer and os.getppid() != trainer:
                 return
             try:
                 sample = subscription.next(timeout=_LOOK_S)
@@ -192,14 +215,14 @@ class SampleDataset(IterableDataset[Any]):
                 self._died, sample = error, None
                 if self.on_death == "end":
                     _log.warning("%s", error)
-            now = Counter(subscription.lost_by_reason)
+            lost = Counter(subscription.lost_by_reason)
+            fresh, self._told = lost - self._told, lost
             try:
-                self._tell_of_loss(subscription.name, now - lost)
+                self._tell_of_loss(subscription.name, fresh)
             except SampleLost:
                 if sample is not None:
                     subscription.give_back(sample)
                 raise
-            lost = now
             if sample is None and subscription.ended:
                 return
             if sample is not None and sample.handle in self._handed_out:
@@ -215,24 +238,36 @@ class SampleDataset(IterableDataset[Any]):
         for sample in samples:
             now = time.monotonic()
             if sample is None:
-                if self._packing is not None and now - since >= _PATIENCE_S:
-                    self._packing.release()
+                if now - since >= _PATIENCE_S:
+                    self._make_room()
                 continue
             since = now
-            full = []
-            if self._packing is not None and not self._packing.fits(sample):
-                full.append(self._packing.finish())
-                self._packing = None
-            if self._packing is None:
-                self._packing = collator.start(sample)
-            self._packing.add(sample)
+            packing, full = self._packing, None
+            if packing is not None and not packing.fits(sample):
+                packing, full = None, packing
+            try:
+                packing = packing or collator.start(sample)
+                packing.add(sample)
+            except BaseException:
+                # What is full stays as it was, and whoever comes next meets this sample again.
+                if self._subscription is not None:
+                    self._subscription.give_back(sample)
+                raise
+            self._packing = packing
             del sample
-            if full:
-                yield full.pop()
+            if full is not None:
+                batch, full = [full.finish()], None
+                yield batch.pop()
         packing = self._packing
         if packing is not None and self._subscription is not None and self._subscription.ended:
             self._packing = None
             yield packing.finish()
+
+    def _make_room(self) -> None:
+        """Ends the leases of a half-filled batch if they may be what its next sample waits for."""
+        packing, subscription = self._packing, self._subscription
+        if packing is not None and subscription is not None and subscription.short_of_room():
+            packing.release()
 
     def _tell_of_loss(self, ring: str, lost: "Counter[str]") -> None:
         lost = Counter({why: count for why, count in lost.items() if why != "aborted"})
@@ -298,17 +333,15 @@ class SampleDataset(IterableDataset[Any]):
             # A worker shares them with its trainer; a rank has its own.
             self._words = TrainerWords()
             self._begin()
-        if self._words.stopped:
-            raise Closed(f"the dataset of group {self.group!r} was closed")
-        self._stop.clear()
-        if self._subscription is None:
-            self._died = None
-            self._subscription = subscribe(self.name, self.group, **self._options)
-        return self._subscription
-
-    def interrupt(self) -> None:
-        """Ends the iteration that another thread is in; a later one goes on from there."""
-        self._stop.set()
+        with self._opening:
+            if self._words.stopped:
+                raise Closed(f"the dataset of group {self.group!r} was closed")
+            if self._subscription is None:
+                self._died = None
+                self._told.clear()
+                self._subscription = subscribe(self.name, self.group, **self._options)
+                self._words.note_joined()
+            return self._subscription
 
     def close(self) -> None:
         """Leaves the group, and has workers that wait for a sample leave it.
@@ -325,8 +358,8 @@ class SampleDataset(IterableDataset[Any]):
     def _end(self, *, clean: bool) -> None:
         if self._words.inherited():
             return
-        self._stop.set()
-        self._words.stop()
+        with self._opening:
+            self._words.stop()
         name = self.name or (self._subscription.name if self._subscription else None)
         self._leave(clean=clean)
         if clean and name is not None:
@@ -375,6 +408,11 @@ def _handles_of(item: Any) -> Iterator[Handle]:
     elif isinstance(item, str | Handle):
         yield Handle.parse(item)
     elif isinstance(item, Mapping) and "handles" in item:
+        if not all(isinstance(one, str | Handle) for one in item["handles"]):
+            raise OptionError(
+                "the batch's 'handles' are no handles: a DataLoader over a dataset with a collator "
+                "needs batch_size=None, or it wraps each batch once more"
+            )
         yield from map(Handle.parse, item["handles"])
     elif isinstance(item, list | tuple):
         for one in item:

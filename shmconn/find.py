@@ -43,6 +43,8 @@ def find(member: Member, view: RingView, wanted: Handle) -> tuple[Sample | None,
         if word >> 16 != seq or not 1 <= code <= layout.MEMBERS:
             # Its holder gave it back since the claim was tried.
             return None, ""
+        if code == member.code:
+            return None, ": this process holds it already"
         registry = member.registry
         pid = registry.member_word(member.group, code - 1, layout.MEMBER_PID)
         return None, f": pid {pid} of group {registry.group_name(member.group)!r} holds it"

@@ -75,6 +75,8 @@ def _checked(state: Any) -> Iterator[tuple[str, int, int]]:
     for generation, ranges in state["handed_out"].items():
         if not isinstance(generation, str) or not _GENERATION.fullmatch(generation):
             raise OptionError(f"the dataset's state names a generation {generation!r}")
+        if not isinstance(ranges, list | tuple):
+            raise OptionError(f"the dataset's state names ranges {ranges!r}")
         for one in ranges:
             try:
                 first, last = (int(number) for number in one)

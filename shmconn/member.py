@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from shmconn import layout
 from shmconn.cleanup import try_clean
 from shmconn.doorbell import Doorbell, group_doorbell
-from shmconn.errors import AccessDenied, LayoutMismatch, SegmentCorrupt
+from shmconn.errors import AccessDenied, Closed, LayoutMismatch, SegmentCorrupt
 from shmconn.registry import Group, Registry
 from shmconn.sample import Facts, Row, Sample
 from shmconn.segment import RingSegment, descriptors_named, ring_files
@@ -48,7 +48,8 @@ class Member:
         self.row = row
         self.code = row + 1
         self.leases: set[Lease] = set()
-        # Threads of one member are not kept apart by its own locks.
+        # Threads of one member are not kept apart by its own locks. Held from a claim until its
+        # lease is known: whoever leaves between the two would leave the sample without an owner.
         self.claiming = threading.RLock()
         self.bell = Doorbell(group_doorbell(registry.name, group))
         self.leaving = False
@@ -106,8 +107,10 @@ class Member:
         Raises:
             SegmentCorrupt: its slot is damaged; it was released.
             Busy: a member that was stopped in the middle of a claim holds the group's claims.
+            Closed: we are leaving.
         """
         with self.claiming:
+            self._check_staying()
             self.registry.lock_claims(self.group, time.monotonic() + _CLAIM_WAIT_S)
             slot, seq, more = -1, 0, False
             try:
@@ -119,21 +122,26 @@ class Member:
                     taken = slot if seq else -1
             finally:
                 self.registry.unlock_claims(self.group)
-        if not seq:
-            return None
-        if more:
-            self.bell.post()
-        return self._lease(view, taken, seq)
+            if not seq:
+                return None
+            if more:
+                self.bell.post()
+            return self._lease(view, taken, seq)
 
     def claim_slot(self, view: RingView, slot: int, seq: int) -> "Sample | None":
         """One certain sample, or None if it is not ours to take any more."""
         with self.claiming:
+            self._check_staying()
             self.registry.lock_claims(self.group, time.monotonic() + _CLAIM_WAIT_S)
             try:
                 got = self._try_claim(view, slot, seq)
             finally:
                 self.registry.unlock_claims(self.group)
-        return self._lease(view, slot, seq) if got else None
+            return self._lease(view, slot, seq) if got else None
+
+    def _check_staying(self) -> None:
+        if self.leaving:
+            raise Closed(f"this member of ring {self.registry.name!r} is leaving")
 
     def _candidates(self, view: RingView) -> Iterator[tuple[int, int]]:
         """Slots and sequences worth a look, oldest first: a hint, never a proof."""
@@ -231,7 +239,8 @@ class Member:
     def leave(self, *, clean: bool) -> None:
         """Leaves once the last lease has ended; not clean = the place is kept, like a death."""
         # Set before the look at the leases: a lease that ends later tells the queue.
-        self.leaving = True
+        with self.claiming:
+            self.leaving = True
         if self.leases:
             _leavers[self] = clean
             threading.Thread(

@@ -24,6 +24,7 @@ from shmconn.dataset import SampleDataset
 from shmconn.errors import OptionError
 
 _LOOK_S = 0.2
+_LOADER_S = 1.0
 
 
 class CudaPrefetcher:
@@ -103,7 +104,10 @@ class CudaPrefetcher:
         error: BaseException | None = None
         try:
             source = self._source
-            items = source.unrecorded() if isinstance(source, SampleDataset) else iter(source)
+            if isinstance(source, SampleDataset):
+                items = source.unrecorded(self._stop)
+            else:
+                items = iter(source)
             with self._stream() as stream:
                 for item in items:
                     moved = self._move(item)
@@ -146,15 +150,16 @@ class CudaPrefetcher:
     def close(self) -> None:
         """Ends the thread and drops what is ahead.
 
+        A source of another kind may be waiting for its own next batch, a DataLoader for one of its
+        workers: it is waited for 1 s, and the thread ends when that batch comes or its source does.
+
         No lease is left of it. Those samples were given to this group, so they do not come again,
         and a dataset's ``state_dict`` does not name them: read to the end to use all. A batch that
         is not full yet stays with its dataset, for its next iteration or, when it is closed, for
         the group.
         """
         self._stop.set()
-        if isinstance(self._source, SampleDataset):
-            self._source.interrupt()
-        self._thread.join()
+        self._thread.join(None if isinstance(self._source, SampleDataset) else _LOADER_S)
         while not self._ready.empty():
             self._ready.get_nowait()
 

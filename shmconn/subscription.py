@@ -7,6 +7,7 @@ attempt begun after that found nothing.
 """
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -73,8 +74,7 @@ def subscribe(
         raise OptionError("subscribe needs a group: the name of whom you read for, e.g. 'trainer'")
     check_name(group, "group")
     name = check_name(name) if name is not None else the_only_ring()
-    if wait_s < 0:
-        raise OptionError(f"wait_s {wait_s} must be 0 or more seconds")
+    check_wait(wait_s)
     there = bool(ring_files(name))
     if not there and wait_s == 0:
         raise RingMissing(missing_text(name))
@@ -96,6 +96,16 @@ def subscribe(
         return Subscription(
             name, group, member, wait_s=wait_s, follow=follow, by_handle=by_handle, pin=pin
         )
+
+
+def check_wait(wait_s: object) -> None:
+    """Refuses what is no time to wait.
+
+    Raises:
+        OptionError: it is not a number, or below 0.
+    """
+    if not isinstance(wait_s, int | float) or not wait_s >= 0:
+        raise OptionError(f"wait_s {wait_s!r} must be 0 or more seconds")
 
 
 def the_only_ring() -> str:
@@ -151,6 +161,8 @@ class Subscription:
         self.ends: list[RingEnd] = self._views.ends
         self._turn = 0
         self._say_busy_at = 0.0
+        # One thread at a time looks at the rings, and none while they are let go of.
+        self._looking = threading.RLock()
         self._closed = False
         self._give_up_at = time.monotonic() + wait_s
         self.ended = False
@@ -200,6 +212,11 @@ class Subscription:
             self._bell.wait(left)
 
     def _try_next(self) -> Sample | None:
+        with self._looking:
+            self._check_open()
+            return self._look_once()
+
+    def _look_once(self) -> Sample | None:
         epoch = self._views.look()
         views = list(self._views.live.values())
         self._turn += 1
@@ -281,7 +298,9 @@ class Subscription:
         while True:
             self._check_open()
             self._bell.clear()
-            sample, held = self._find(wanted)
+            with self._looking:
+                self._check_open()
+                sample, held = self._find(wanted)
             if sample is not None:
                 return sample
             left = INTERVAL_S if deadline is None else deadline - time.monotonic()
@@ -331,6 +350,10 @@ class Subscription:
         """Published samples that the group has not taken yet, about."""
         return sum(self._member.unread(view) for view in list(self._views.live.values()))
 
+    def short_of_room(self) -> bool:
+        """Whether a producer waits for room, or may have to for its next sample."""
+        return any(view.short_of_room() for view in list(self._views.live.values()))
+
     @property
     def lost(self) -> int:
         """Requests that yielded no sample while we were joined; aborted ones do not count."""
@@ -365,8 +388,9 @@ class Subscription:
         clean = clean or not (self._views.live or self.ends)
         if clean and not self.ended and not self.by_handle:
             self._warn_of_unread()
-        self._views.clear()
-        self._member.leave(clean=clean)
+        with self._looking:
+            self._views.clear()
+            self._member.leave(clean=clean)
 
     def _warn_of_unread(self) -> None:
         registry = self._member.registry

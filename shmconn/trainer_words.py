@@ -16,9 +16,9 @@ from shmconn.directory import GroupInfo, groups, remove_group
 from shmconn.errors import OptionError, ProducerDied, RingMissing
 
 _WORKERS = 128
-_STOPPED, _DIED, _ACCEPTED, _SETTLED = range(4)
+_STOPPED, _DIED, _ACCEPTED, _SETTLED, _JOINED = range(5)
 # From here on one word per worker; the last is of whoever is none.
-_SKIPPED = 4
+_SKIPPED = 5
 _PIDS = _SKIPPED + _WORKERS + 1
 _END = _PIDS + _WORKERS + 1
 
@@ -40,6 +40,15 @@ class TrainerWords:
     def enter_worker(self) -> None:
         """Takes note of this worker."""
         self._words[_PIDS + _number()] = os.getpid()
+
+    def note_joined(self) -> None:
+        """The ring was there."""
+        self._words[_JOINED] = 1
+
+    @property
+    def joined(self) -> bool:
+        """Whether any process of this dataset has found the ring."""
+        return bool(self._words[_JOINED])
 
     def count_skipped(self) -> None:
         """One more sample that had been handed out before."""

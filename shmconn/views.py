@@ -72,6 +72,14 @@ class RingView:
         """Tombstones since we joined, by reason."""
         return self._tombstones() - self._lost_before
 
+    def short_of_room(self) -> bool:
+        """Whether the producer waits for room, or may have to for its next sample."""
+        word, shape = self.ring.words.load, self.ring.shape
+        room = word(layout.FREE_PAGES) * shape.page_size
+        return (
+            bool(word(layout.HELD_SINCE)) or not word(layout.FREE_SLOTS) or room < shape.max_sample
+        )
+
     def fate(self) -> str | None:
         """closed, died, or None while the producer lives. To be asked before a claim attempt."""
         if self.ring.words.load(layout.CLOSED):

@@ -48,6 +48,8 @@ class BackgroundDrain:
         group: whom it reads for; name it in the connector's ``groups`` too, and nothing is missed.
         wait_s: seconds to wait for the ring.
 
+    A second drain of a ring ends the first one of this process, and has what it kept.
+
     Raises:
         OptionError: an argument is wrong.
         RingMissing: as ``subscribe``.
@@ -80,10 +82,18 @@ class BackgroundDrain:
         self._subscription: Subscription = subscribe(
             ring, group, background=True, wait_s=wait_s, follow=False
         )
+        self._replace(active.get(ring))
         self._thread = threading.Thread(target=self._run, name="shmconn-drain", daemon=True)
         self._thread.start()
         active[ring] = self
         atexit.register(self.close)
+
+    def _replace(self, before: "BackgroundDrain | None") -> None:
+        """Takes an earlier drain's place, and what it kept: two would share out the samples."""
+        if before is not None:
+            before.close()
+            self._kept, self._held = dict(before._kept), before._held
+            self._given_up = dict(before._given_up)
 
     # --- the thread -----------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from shmconn.errors import (
     NotReady,
     OptionError,
     ProducerDied,
+    RingMissing,
     SampleGone,
     SampleLost,
 )
@@ -89,7 +90,7 @@ def cleanup_hidden_states(source: Any, keep_hidden_states: bool = False) -> None
         drain_of.drop(wanted, keep_file=keep_hidden_states)
         return
     # Not loaded: so it would lie in the ring until it expires.
-    with contextlib.suppress(SampleGone, SampleLost, NotReady, ProducerDied):
+    with contextlib.suppress(SampleGone, SampleLost, NotReady, ProducerDied, RingMissing):
         _subscription_of(wanted.ring).get(wanted, timeout=0).release()
 
 
@@ -132,8 +133,12 @@ def _subscription_of(ring: str) -> Subscription:
     """This process's membership of the group of all loaders."""
     key = (os.getpid(), ring)
     if key not in _subscriptions:
-        _subscriptions[key] = subscribe(ring, LOADER_GROUP, by_handle=True)
-        atexit.register(_subscriptions[key].close)
+        ours = subscribe(ring, LOADER_GROUP, by_handle=True)
+        # Of two threads that come first, one joins in vain.
+        if _subscriptions.setdefault(key, ours) is ours:
+            atexit.register(ours.close)
+        else:
+            ours.close()
     return _subscriptions[key]
 
 

@@ -201,6 +201,30 @@ def test_lost_and_late_samples_are_told_apart(make: Callable[..., Producer]) -> 
         waiting.join()
 
 
+def test_a_second_drain_takes_the_place_of_the_first_and_what_it_kept(
+    make: Callable[..., Producer],
+) -> None:
+    producer = make(groups=[GROUP])
+    before = BackgroundDrain(producer.name)
+    handles = [put(producer, number) for number in range(5)]
+    check(load_hidden_states(handles[4], timeout=30), 4)
+    # As when the cell of a notebook runs again.
+    with BackgroundDrain(producer.name) as drain:
+        assert not before._thread.is_alive()
+        handles += [put(producer, number) for number in range(5, 20)]
+        for number, handle in enumerate(handles):
+            check(load_hidden_states(handle, timeout=30), number)
+            cleanup_hidden_states(handle)
+        assert drain.held == 0
+
+
+def test_cleaning_up_after_the_ring_has_gone_is_no_error(make: Callable[..., Producer]) -> None:
+    producer = make()
+    handle = put(producer, 1)
+    producer.close()
+    cleanup_hidden_states(handle)
+
+
 def test_two_threads_may_load_while_the_drain_reads(make: Callable[..., Producer]) -> None:
     producer = make(groups=[GROUP])
     with BackgroundDrain(producer.name) as drain:

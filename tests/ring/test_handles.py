@@ -98,6 +98,8 @@ def test_a_sample_that_a_mate_holds_is_waited_for_and_its_holder_named(
         held = one.get(handle, timeout=1)
         with pytest.raises(NotReady, match=f"pid {os.getpid()} of group 'probe' holds it"):
             other.get(handle, timeout=0.05)
+        with pytest.raises(NotReady, match="this process holds it already"):
+            one.get(handle, timeout=0.05)
         del held
 
 

@@ -255,22 +255,23 @@ def test_a_dataset_is_pickled_without_its_subscription(make: Callable[..., Produ
         copy.close()
 
 
-def test_interrupt_ends_a_wait_and_a_later_iteration_goes_on(
+def test_a_stop_ends_a_wait_and_a_later_iteration_goes_on(
     make: Callable[..., Producer],
 ) -> None:
     producer = make()
     with SampleDataset(producer.name) as dataset:
         seen: list[str] = []
+        stop = threading.Event()
 
         def read() -> None:
-            for sample in dataset:
+            for sample in dataset.unrecorded(stop):
                 seen.append(sample.request_id)
 
         reader = threading.Thread(target=read)
         reader.start()
         put(producer, 1)
         until(lambda: seen, "the sample to be read")
-        dataset.interrupt()
+        stop.set()
         reader.join()
         assert seen == ["r1"]
         put(producer, 2)
@@ -325,3 +326,75 @@ def test_a_subscription_gives_a_sample_back_to_its_group(make: Callable[..., Pro
         check(next(two), 2)
         assert two.next(timeout=0) is None
     give_up(producer.name) if group_names(producer.name) else None
+
+
+def test_a_sample_that_cannot_be_added_costs_nothing_of_what_came_before(
+    make: Callable[..., Producer],
+) -> None:
+    producer = make(groups=["trainer"])
+    for number in range(6):
+        put(producer, number)
+    producer.close()
+    bad = {"r2"}
+
+    def mask(sample: shmconn.Sample) -> list[bool]:
+        if sample.request_id in bad:
+            raise ValueError(f"no mask for {sample.request_id}")
+        return [True] * sample.tokens
+
+    seen: list[int] = []
+    with SampleDataset(producer.name, collator=Collator(32, loss_mask=mask)) as dataset:
+        # The batch of 0 and 1 is full when 2 fails; the next try has it still.
+        with pytest.raises(ValueError, match="no mask for r2"):
+            list(dataset)
+        bad.clear()
+        for batch in dataset:
+            seen += [int(first) for first in batch["input_ids"][0, ::16]]
+            assert batch["document_ids"].tolist() == [[0] * 16 + [1] * 16]
+    assert sorted(seen) == list(range(6))
+
+
+def test_a_loss_between_two_iterations_is_told_in_the_next(make: Callable[..., Producer]) -> None:
+    producer = make()
+    with SampleDataset(producer.name, on_loss="raise") as dataset:
+        number = producer.accepted + 1
+        producer.accept(number)
+        producer.bury(number, "lost", "no_reader")
+        put(producer, 1)
+        with pytest.raises(SampleLost, match=r"yielded no sample: 1 \(no_reader\)"):
+            next(iter(dataset))
+        # Told once; the sample beside it is still there.
+        assert next(iter(dataset)).request_id == "r1"
+
+
+def test_a_half_filled_batch_keeps_its_leases_while_there_is_room(
+    make: Callable[..., Producer],
+) -> None:
+    producer = make(groups=["trainer"])
+    put(producer, 1)
+    with SampleDataset(producer.name, collator=Collator(32)) as dataset:
+        stop = threading.Event()
+        reader = threading.Thread(target=lambda: list(dataset.unrecorded(stop)))
+        reader.start()
+        until(lambda: dataset._packing is not None, "the first sample")
+        assert dataset._packing is not None
+        reader.join(1.6)
+        assert len(dataset._packing.samples) == 1
+        # Asked to hold, the producer is short of room, whatever its pages say.
+        producer.set_held_since(1)
+        until(lambda: dataset._packing is not None and not dataset._packing.samples, "the release")
+        stop.set()
+        reader.join()
+
+
+def test_mistakes_of_later_are_named_too(make: Callable[..., Producer]) -> None:
+    with pytest.raises(OptionError, match="wait_s '5' must be 0 or more seconds"):
+        SampleDataset("x", wait_s="5")  # type: ignore[arg-type]
+    dataset = SampleDataset("x")
+    with pytest.raises(OptionError, match="batch_size=None"):
+        dataset.record({"handles": [("shmconn:x",)]})
+    state = {"version": 1, "handed_out": {"0" * 32: 7}}
+    with pytest.raises(OptionError, match="names ranges 7"):
+        dataset.load_state_dict(state)
+    with pytest.raises(OptionError, match=r"dtype <class 'float'> must be one of"):
+        Collator(8, dtype=float)  # type: ignore[arg-type]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from trainer_tools import put, until
+from torch.utils.data import DataLoader
+from trainer_tools import give_up, put, until
 
 from shmconn import OptionError, Producer
 from shmconn.collate import Collator
@@ -106,3 +107,47 @@ def test_wrong_arguments_are_named() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(OptionError, match="no CUDA device"):
             CudaPrefetcher([])
+
+
+def test_an_error_in_the_step_is_not_held_up_by_a_loader_that_waits(
+    make: Callable[..., Producer],
+) -> None:
+    producer = make(groups=["trainer"])
+    put(producer, 1)
+
+    def train() -> None:
+        with SampleDataset(producer.name) as dataset:
+            loader = DataLoader(dataset, batch_size=None, num_workers=1, in_order=False)
+            with CudaPrefetcher(loader, "cpu") as batches:
+                for _ in batches:
+                    raise ValueError("a bug in the step")
+
+    with pytest.raises(ValueError, match="a bug in the step"):
+        train()
+    until(
+        lambda: "shmconn-prefetch" not in {thread.name for thread in threading.enumerate()},
+        "the thread to end with its loader",
+    )
+    give_up(producer.name)
+
+
+def test_a_close_before_the_thread_has_joined_ends_it(
+    make: Callable[..., Producer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = make()
+    may_go = threading.Event()
+    unrecorded = SampleDataset.unrecorded
+
+    def late(dataset: SampleDataset, stop: threading.Event) -> Iterator[object]:
+        may_go.wait(30)
+        return unrecorded(dataset, stop)
+
+    monkeypatch.setattr(SampleDataset, "unrecorded", late)
+    with SampleDataset(producer.name) as dataset:
+        batches = CudaPrefetcher(dataset, "cpu")
+        closing = threading.Thread(target=batches.close)
+        closing.start()
+        until(batches._stop.is_set, "the close to begin")
+        may_go.set()
+        closing.join(20)
+        assert not closing.is_alive()

@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,28 @@ def test_a_death_is_raised_after_the_work_of_all_workers(
         seen += numbers(load(dataset))
     assert sorted(seen) == list(range(12))
     assert group_names(ring_name) == set()
+
+
+def late(worker: int) -> None:
+    """Holds the second worker up until the others have read all."""
+    if worker == 1:
+        time.sleep(3)
+
+
+def test_a_worker_that_comes_after_all_is_read_ends_as_the_others_do(
+    make: Callable[..., Producer],
+) -> None:
+    producer = make(groups=["trainer"])
+    for number in range(6):
+        put(producer, number)
+    producer.close()
+    dataset = SampleDataset(producer.name)
+    seen = []
+    for sample in load(dataset, in_order=False, worker_init_fn=late):
+        seen += numbers([sample])
+        del sample
+    assert sorted(seen) == list(range(6))
+    dataset.close()
 
 
 def test_a_loss_in_a_worker_is_raised_in_the_trainer(make: Callable[..., Producer]) -> None:
