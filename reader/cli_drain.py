@@ -168,7 +168,7 @@ def drain(
     from reader.metrics import Metrics
     from reader.progress import Progress
     from reader.sinks import SinkOptions
-    from shmconn.subscription import the_only_ring
+    from shmconn.which import the_only_ring
 
     if log_format not in ("text", "json"):
         raise OptionError(f"--log-format {log_format!r} is unknown: use text or json")

@@ -16,7 +16,7 @@ from shmconn import layout
 from shmconn.errors import OptionError, RingMissing, SegmentCorrupt
 from shmconn.sample import Facts, Row, Sample
 from shmconn.segment import RingSegment, ring_files
-from shmconn.subscription import missing_text
+from shmconn.which import missing_text
 
 if TYPE_CHECKING:
     import torch

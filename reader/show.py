@@ -18,7 +18,7 @@ from shmconn.directory import remove_rings as do_remove_rings
 from shmconn.directory import rings as rings_of
 from shmconn.errors import RingMissing
 from shmconn.handle import format_size
-from shmconn.subscription import missing_text, the_only_ring
+from shmconn.which import missing_text, the_only_ring
 
 # A live group whose oldest sample waits for so long is told of.
 _LATE_S = 10.0

@@ -19,7 +19,7 @@ from shmconn.directory import groups as groups_of
 from shmconn.directory import rings as rings_of
 from shmconn.errors import RingMissing
 from shmconn.handle import format_size
-from shmconn.subscription import missing_text
+from shmconn.which import missing_text
 
 _BAR = 10  # columns
 

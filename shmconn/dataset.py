@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any
@@ -28,8 +28,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from shmconn.collate import Collator, Packing
 from shmconn.errors import Closed, OptionError, ProducerDied, RingMissing, SampleLost
-from shmconn.handed_out import HandedOut
-from shmconn.handle import Handle, check_name
+from shmconn.handed_out import HandedOut, handles_of
+from shmconn.handle import check_name
 from shmconn.sample import Sample
 from shmconn.subscription import Subscription, check_wait, subscribe
 from shmconn.trainer_words import TrainerWords
@@ -291,7 +291,7 @@ class SampleDataset(IterableDataset[Any]):
         Args:
             item: a sample, a batch, a handle, or several of them in a list.
         """
-        for handle in _handles_of(item):
+        for handle in handles_of(item):
             self._handed_out.add(handle)
 
     @property
@@ -400,25 +400,3 @@ class SampleDataset(IterableDataset[Any]):
 def _check_choice(what: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise OptionError(f"{what} {value!r} must be one of {', '.join(allowed)}")
-
-
-def _handles_of(item: Any) -> Iterator[Handle]:
-    if isinstance(item, Sample):
-        yield item.handle
-    elif isinstance(item, str | Handle):
-        yield Handle.parse(item)
-    elif isinstance(item, Mapping) and "handles" in item:
-        if not all(isinstance(one, str | Handle) for one in item["handles"]):
-            raise OptionError(
-                "the batch's 'handles' are no handles: a DataLoader over a dataset with a collator "
-                "needs batch_size=None, or it wraps each batch once more"
-            )
-        yield from map(Handle.parse, item["handles"])
-    elif isinstance(item, list | tuple):
-        for one in item:
-            yield from _handles_of(one)
-    else:
-        raise OptionError(
-            f"a {type(item).__name__} names no samples: record samples, handles, or batches with "
-            "'handles'"
-        )

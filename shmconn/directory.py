@@ -9,7 +9,7 @@ from shmconn.errors import OptionError, RingMissing, ShmConnError
 from shmconn.handle import check_name
 from shmconn.registry import Registry
 from shmconn.segment import RingSegment, ring_files, split_ring_name
-from shmconn.subscription import missing_text
+from shmconn.which import missing_text
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from shmconn.errors import OptionError
 from shmconn.handle import Handle
+from shmconn.sample import Sample
 
 VERSION = 1
 _GENERATION = re.compile(r"[0-9a-f]{32}")
@@ -85,3 +86,33 @@ def _checked(state: Any) -> Iterator[tuple[str, int, int]]:
             if not 1 <= first <= last:
                 raise OptionError(f"the dataset's state names a range {one!r}")
             yield generation, first, last
+
+
+def handles_of(item: Any) -> Iterator[Handle]:
+    """The samples that an item of a training is made of.
+
+    Args:
+        item: a sample, a batch, a handle, or several of them in a list.
+
+    Raises:
+        OptionError: it names none.
+    """
+    if isinstance(item, Sample):
+        yield item.handle
+    elif isinstance(item, str | Handle):
+        yield Handle.parse(item)
+    elif isinstance(item, Mapping) and "handles" in item:
+        if not all(isinstance(one, str | Handle) for one in item["handles"]):
+            raise OptionError(
+                "the batch's 'handles' are no handles: a DataLoader over a dataset with a collator "
+                "needs batch_size=None, or it wraps each batch once more"
+            )
+        yield from map(Handle.parse, item["handles"])
+    elif isinstance(item, list | tuple):
+        for one in item:
+            yield from handles_of(one)
+    else:
+        raise OptionError(
+            f"a {type(item).__name__} names no samples: record samples, handles, or batches with "
+            "'handles'"
+        )

@@ -31,8 +31,9 @@ from shmconn.handle import Handle, check_name
 from shmconn.member import Member
 from shmconn.registry import Group
 from shmconn.sample import Sample
-from shmconn.segment import RingSegment, descriptors_named, ring_files, split_ring_name
+from shmconn.segment import RingSegment, descriptors_named, ring_files
 from shmconn.views import RingEnd, Views
+from shmconn.which import missing_text, the_only_ring
 
 _log = logging.getLogger("shmconn")
 _SAY_EVERY_S = 10.0
@@ -106,29 +107,6 @@ def check_wait(wait_s: object) -> None:
     """
     if not isinstance(wait_s, int | float) or not wait_s >= 0:
         raise OptionError(f"wait_s {wait_s!r} must be 0 or more seconds")
-
-
-def the_only_ring() -> str:
-    """The name of the one ring on this host.
-
-    Raises:
-        RingMissing: there is none, or there are several; lists them.
-    """
-    names = sorted({split_ring_name(file).name for file in ring_files()})
-    if len(names) == 1:
-        return names[0]
-    if not names:
-        raise RingMissing(missing_text(None))
-    raise RingMissing(f"name the ring you mean; there are: {', '.join(names)}")
-
-
-def missing_text(name: str | None) -> str:
-    """What to say when a ring is not there."""
-    names = sorted({split_ring_name(file).name for file in ring_files()})
-    what = f"there is no ring {name!r}" if name else "there is no ring on this host"
-    if names:
-        return f"{what}; there are: {', '.join(names)}"
-    return f"{what}. Start vLLM with the connector (shmconn serve), or wait for it (--wait, wait_s)"
 
 
 class Subscription:
@@ -298,9 +276,7 @@ class Subscription:
         while True:
             self._check_open()
             self._bell.clear()
-            with self._looking:
-                self._check_open()
-                sample, held = self._find(wanted)
+            sample, held = self._find(wanted)
             if sample is not None:
                 return sample
             left = INTERVAL_S if deadline is None else deadline - time.monotonic()
@@ -313,6 +289,11 @@ class Subscription:
 
     def _find(self, wanted: Handle) -> tuple[Sample | None, str]:
         """The sample, or None and what it waits for."""
+        with self._looking:
+            self._check_open()
+            return self._look_for(wanted)
+
+    def _look_for(self, wanted: Handle) -> tuple[Sample | None, str]:
         self._views.look()
         view = self._views.of(wanted.generation)
         if view is not None:
