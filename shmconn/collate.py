@@ -108,7 +108,8 @@ class Collator:
     def pack(self, samples: Iterable[Sample]) -> Iterator[Batch]:
         """Batches of whole samples, each as full as their order allows.
 
-        Only a sample of more than ``max_len`` tokens is cut.
+        Only a sample of more than ``max_len`` tokens is cut. Leases last until a batch is full: one
+        that takes more than the ring holds waits for ever, where a SampleDataset makes room.
         """
         packing: Packing | None = None
         source = iter(samples)
