@@ -155,9 +155,11 @@ class Copier:
 
     def _turn(self) -> bool:
         """One look at the inbox and one try for the request at the head; whether all is over."""
+        # Asked first: what came in before the close is in the inbox then, and is received.
+        over = self._deadline is not None
         self._receive()
         if not self._waiting:
-            return self._deadline is not None
+            return over
         self._turns.hurry()
         work, ready = self._waiting[0]
         reason = self._attempt(work, ready)
@@ -241,7 +243,8 @@ class Copier:
                 metadata=work.metadata,
             )
         except Oversized as error:
-            self._say("oversized", "request %r is lost: %s", work.request_id[:80], error)
+            why = str(error)
+            self._say("oversized", lambda: f"request {work.request_id[:80]!r} is lost: {why}")
             return "oversized"
         if fill is None:
             if self._thread is None:
@@ -302,20 +305,21 @@ class Copier:
 
     def _explain(self, work: Work, reason: str) -> int:
         """Says why a request is lost, if an operator can act on it; the groups to blame."""
+        name = repr(work.request_id[:80])
         if reason == "short":
             self._say(
                 reason,
-                "request %r is lost: not all of its tokens are in the cache any more",
-                work.request_id[:80],
+                lambda: f"request {name} is lost: not all of its tokens are in the cache any more",
             )
         if reason not in ("no_reader", "dropped"):
             return 0
+        idle = "no live reader makes any" if reason == "no_reader" else "it is not waited for"
         self._say(
             reason,
-            "request %r is lost: there is no room, and %s: %s",
-            work.request_id[:80],
-            "no live reader makes any" if reason == "no_reader" else "it is not waited for",
-            self._producer.stall_text(),
+            lambda: (
+                f"request {name} is lost: there is no room, and {idle}: "
+                f"{self._producer.stall_text()}"
+            ),
         )
         return sum(1 << blocker.row for blocker in self._producer.blockers())
 
@@ -327,11 +331,12 @@ class Copier:
             if self._throttle.admit("metrics") is not None:
                 logger.exception("shmconn: the metrics are not complete")
 
-    def _say(self, kind: str, text: str, *values: object) -> None:
+    def _say(self, kind: str, text: Callable[[], str]) -> None:
+        """A line for the log, if it is not one of many; only then its text is made."""
         kept = self._throttle.admit(kind)
         if kept is not None:
             more = f" ({kept} more like this since the last line)" if kept else ""
-            logger.warning("shmconn: " + text + "%s", *values, more)
+            logger.warning("shmconn: %s%s", text(), more)
 
     def _show(self) -> None:
         held = len(self._waiting) if self._hold.since is not None else 0

@@ -120,6 +120,7 @@ class Intake:
         self._number = 0
         self._pending: list[Work] = []
         self._shown = 0
+        self._later = False
 
     def finish(
         self, request: FinishedRequest, blocks: Sequence[int]
@@ -140,10 +141,17 @@ class Intake:
             logger.exception("shmconn lost the sample of request %r", request.request_id)
             work, reply = Work(self._number, str(request.request_id), "fault"), None
         self._pending.append(work)
+        # An abort may come amid a step, before its last rows are on their way to the device.
+        self._later |= work.reason is None and request.status.name == "FINISHED_ABORTED"
         return work.report, reply
 
     def fresh(self) -> list[Work]:
-        """What finished since the last call of this or of ``take``, which will give it again."""
+        """What finished since the last call of this or of ``take``, which will give it again.
+
+        Nothing, from the first request on whose rows are sure only in the next step.
+        """
+        if self._later:
+            return []
         fresh = self._pending[self._shown :]
         self._shown = len(self._pending)
         return fresh
@@ -151,6 +159,7 @@ class Intake:
     def take(self) -> list[Work]:
         """What finished since the last call, in order of number."""
         work, self._pending, self._shown = self._pending, [], 0
+        self._later = False
         return work
 
     def _decide(

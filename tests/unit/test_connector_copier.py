@@ -3,6 +3,7 @@
 
 import contextlib
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -551,3 +552,28 @@ def test_any_mix_of_requests_settles_each_number_once(
     for work in works:
         if work.request_id in seen:
             assert torch.equal(seen[work.request_id], rig.expected(work))
+
+
+def test_a_request_that_comes_with_the_close_is_still_published(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, may_go = threading.Event(), threading.Event()
+    tick = rig.copier._tick
+
+    def slow_tick() -> None:
+        # The inbox was empty; the copier has not asked yet whether it is closed.
+        tick()
+        looked.set()
+        may_go.wait(10)
+
+    first = rig.work()
+    rig.submit(first)
+    rig.wait(lambda: rig.done[first.request_id] == 1)
+    monkeypatch.setattr(rig.copier, "_tick", slow_tick)
+    assert looked.wait(10)
+    last = rig.work()
+    rig.submit(last)
+    threading.Timer(0.1, may_go.set).start()
+    rig.copier.close(5.0)
+    assert rig.producer.published == 2
+    assert rig.poll()[last.request_id] == 1

@@ -240,3 +240,20 @@ def test_no_parameters_whatever_raise(params: Any) -> None:
     ask = Ask.parse(params)
     assert isinstance(ask.include_output_tokens, bool)
     assert ask.tag is None or len(ask.tag.encode()) <= 1024
+
+
+def test_an_abort_amid_a_step_is_handed_over_with_the_next_and_so_is_what_follows(
+    intake: Intake,
+) -> None:
+    blocks = [1, 2, 3, 4]
+    intake.finish(Request(request_id="a"), blocks)
+    assert [one.request_id for one in intake.fresh()] == ["a"]
+    # Stopped by a string, which is an abort inside the engine, maybe before its rows are queued.
+    aborted = Request(request_id="b", output=3, status=Status.FINISHED_ABORTED, stop=["."])
+    assert intake.finish(aborted, blocks)[0]
+    assert intake.fresh() == []
+    intake.finish(Request(request_id="c"), blocks)
+    assert intake.fresh() == []
+    assert [one.request_id for one in intake.take()] == ["a", "b", "c"]
+    intake.finish(Request(request_id="d"), blocks)
+    assert [one.request_id for one in intake.fresh()] == ["d"]
