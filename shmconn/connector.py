@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV connector that vLLM loads: which hook does what. The work is done elsewhere.
 
-    scheduler    request_finished  -> Intake: number, tokens, reason, reply; and the Copier at once,
-                                      if the writing worker lives in this process
-                 build_connector_meta: what finished goes to the workers with the next step
-    worker       register_kv_caches -> the ring (tensor-parallel rank 0 only)
-                 get_finished      -> Copier: takes work in, gives finished ids back
+    scheduler    request_finished        -> Intake: number, tokens, reason, reply
+                 build_connector_meta    -> what finished goes to the workers with the next step
+    worker       register_kv_caches      -> the ring (tensor-parallel rank 0 only)
+                 bind_connector_metadata -> Copier: takes work in, before the step's forward pass
+                 get_finished            -> ids of requests whose blocks may be freed
+
+A step binds its metadata when all rows of earlier steps are queued on the device, and none of its
+own: so a copy waits for no more than it must, and runs beside the step. `get_finished` may be
+asked at any time in a step, and is by no means in the order of the steps' ends.
 
 vLLM calls every hook in its engine's main thread, and an exception in any of them ends the
 engine. So each hook that does anything is wrapped: after start, a fault of ours is logged and
@@ -33,7 +37,8 @@ from shmconn.config import ConnectorConfig, auto_ring_name
 from shmconn.hold import Throttle
 from shmconn.intake import Intake, RingIdentity, Work
 from shmconn.stats import ShmPromMetrics, ShmStats
-from shmconn.worker import Bystander, Target, Writer, open_writer, writer_here
+from shmconn.versions import check_vllm
+from shmconn.worker import Bystander, Target, Writer, open_writer
 
 logger = logging.getLogger("vllm.shmconn")
 
@@ -90,6 +95,7 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
             OptionError: an option is wrong, or this vLLM or its configuration cannot do it.
         """
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        check_vllm(vllm_config, tell=role == KVConnectorRole.SCHEDULER)
         transfer = vllm_config.kv_transfer_config
         self._config = ConnectorConfig.parse(transfer.kv_connector_extra_config or {})
         self._target = Target.of(vllm_config)
@@ -98,8 +104,6 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self._group, self._block_size = find_group(kv_cache_config)
         self._intake = Intake(block_size=self._block_size, ring=self._ring)
         self._worker: Writer | Bystander = Bystander(reports=False)
-        # Of the ring that the worker announced; empty until then.
-        self._generation = ""
 
     # --- what vLLM asks of the class ------------------------------------------------------------
 
@@ -135,9 +139,7 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self, request: Any, block_ids: Sequence[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Takes a finished request in; its blocks stay until the copy is done."""
-        answer = self._intake.finish(request, block_ids)
-        self._hand_over()
-        return answer
+        return self._intake.finish(request, block_ids)
 
     @_never_raises(lambda: (False, None))
     def request_finished_all_groups(
@@ -145,19 +147,7 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same, where vLLM has several groups of KV caches."""
         known = self._group < len(block_ids)
-        answer = self._intake.finish(request, block_ids[self._group] if known else ())
-        self._hand_over()
-        return answer
-
-    @_never_raises(lambda: None)
-    def _hand_over(self) -> None:
-        """Spares a request the wait for the next step, if its worker is here.
-
-        That step's metadata has it all the same, for other ranks; the writer takes it once.
-        """
-        writer = writer_here(self._generation)
-        if writer is not None:
-            writer.submit(self._intake.fresh())
+        return self._intake.finish(request, block_ids[self._group] if known else ())
 
     @_never_raises(lambda: None)
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
@@ -168,7 +158,6 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         for one in metadata.values():
             if isinstance(one, ShmHandshake):
                 self._intake.identity = one.identity
-                self._generation = one.identity.generation
                 return
         self._intake.identity = self._look_up()
 
@@ -211,16 +200,22 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         identity = self._worker.identity
         return None if identity is None else ShmHandshake(identity)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Takes in what finished before this step; comes before the step's forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, ShmMetadata) and connector_metadata.work:
+            self._take_in(connector_metadata.work)
+
+    @_never_raises(lambda: None)
+    def _take_in(self, work: list[Work]) -> None:
+        self._worker.submit(work)
+
     @_never_raises(lambda: (None, None))
     def get_finished(
         self, finished_req_ids: Iterable[str]
     ) -> tuple[set[str] | None, set[str] | None]:
-        """Takes in what the step's metadata brings; gives back whose blocks may be freed."""
-        if self.has_connector_metadata():
-            metadata = self._get_connector_metadata()
-            if isinstance(metadata, ShmMetadata):
-                return self._worker.step(metadata.work) or None, None
-        return self._worker.step(()) or None, None
+        """Gives back whose blocks may be freed, each once."""
+        return self._worker.take_done() or None, None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded from the ring."""

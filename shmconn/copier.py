@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one thread of a worker that puts finished requests into the ring, in order.
+"""The one thread of a worker that puts finished requests into the ring, as they came.
 
 For each request: a slot (or hold it, and all behind it, until there is one), copy its blocks,
 publish, and only then hand its id to the main thread, which reports it so that vLLM frees the
@@ -20,6 +20,7 @@ from shmconn.errors import Oversized
 from shmconn.hold import Hold, Throttle
 from shmconn.intake import Work
 from shmconn.ring import Producer
+from shmconn.seen import Seen
 from shmconn.tally import Tally
 
 logger = logging.getLogger("vllm.shmconn")
@@ -53,28 +54,14 @@ class Turns:
 
 
 class Copier:
-    """Puts finished requests into a ring.
+    """Puts finished requests into a ring."""
 
-    Args:
-        background: copy in a thread of its own. Without one, each request is settled before
-            ``submit`` returns, and one that finds the ring full is lost at once: for engines
-            that take no further step while a request's blocks are held.
-    """
-
-    def __init__(
-        self,
-        producer: Producer,
-        capture: Capture,
-        hold: Hold,
-        tally: Tally,
-        *,
-        background: bool = True,
-    ) -> None:
+    def __init__(self, producer: Producer, capture: Capture, hold: Hold, tally: Tally) -> None:
         self._producer = producer
         self._capture = capture
         self._hold = hold
         self._tally = tally
-        self._accepted = 0
+        self._taken = Seen()
         self._inbox: queue.SimpleQueue[tuple[Work, Any] | None] = queue.SimpleQueue()
         self._waiting: deque[tuple[Work, Any]] = deque()
         self._done: deque[str] = deque()
@@ -82,27 +69,20 @@ class Copier:
         self._turns = Turns()
         self._deadline: float | None = None
         self._closed = False
-        self._thread: threading.Thread | None = None
-        if background:
-            self._thread = threading.Thread(target=self._run, name="shmconn-copier", daemon=True)
-            self._thread.start()
-        else:
-            capture.bind()
-
-    @property
-    def background(self) -> bool:
-        """Whether it copies in a thread of its own."""
-        return self._thread is not None
+        self._thread = threading.Thread(target=self._run, name="shmconn-copier", daemon=True)
+        self._thread.start()
 
     # --- the engine's main thread ---------------------------------------------------------------
 
     def submit(self, work: Iterable[Work]) -> None:
-        """Takes finished requests in; each number once, however often it is handed over."""
+        """Takes finished requests in; each number once, in whatever order they come.
+
+        What the device has been given so far is what their copies wait for.
+        """
         ready: Any = None
         for one in work:
-            if one.number <= self._accepted:
+            if not self._taken.add(one.number):
                 continue
-            self._accepted = one.number
             if self._closed:
                 self._done.extend([one.request_id] if one.report else [])
                 continue
@@ -110,12 +90,9 @@ class Copier:
                 self._producer.accept(one.number)
                 if one.reason is None and ready is None:
                     ready = self._capture.mark()
-                if self._thread is None:
-                    self._settle_now(one, ready)
-                else:
-                    if one.reason is None:
-                        self._turns.hurry()
-                    self._inbox.put((one, ready))
+                if one.reason is None:
+                    self._turns.hurry()
+                self._inbox.put((one, ready))
             except Exception:
                 logger.exception("shmconn lost the sample of request %r", one.request_id)
                 self._settle(one, "fault")
@@ -133,9 +110,8 @@ class Copier:
             return
         self._closed = True
         self._deadline = time.monotonic() + grace_s
-        if self._thread is not None:
-            self._inbox.put(None)
-            self._thread.join()
+        self._inbox.put(None)
+        self._thread.join()
 
     # --- the copier's thread --------------------------------------------------------------------
 
@@ -211,13 +187,6 @@ class Copier:
             self._count(self._tally.lost, "expired")
         self._show()
 
-    def _settle_now(self, work: Work, ready: Any) -> None:
-        reason = work.reason
-        if reason is None:
-            self._tick()
-            reason = self._attempt(work, ready)
-        self._settle(work, reason)
-
     def _attempt(self, work: Work, ready: Any) -> str | None:
         """One try: ``None`` if published, ``full`` if it must wait, else why it is lost."""
         published = self._producer.published
@@ -247,8 +216,6 @@ class Copier:
             self._say("oversized", lambda: f"request {work.request_id[:80]!r} is lost: {why}")
             return "oversized"
         if fill is None:
-            if self._thread is None:
-                return "dropped"
             return self._hold.full(len(self._waiting)) or "full"
         began = time.monotonic()
         published = self._producer.published
@@ -256,13 +223,12 @@ class Copier:
             self._capture.copy(
                 fill, work.blocks, ready, lambda: fill.write_token_ids(work.token_ids)
             )
-            self._producer.publish(fill)
+            self._producer.publish(fill, handed_out=work.handed_out)
         except Exception:
             # Once it is published its pages belong to the readers, whatever failed afterwards.
             if self._producer.published == published:
                 self._producer.discard(fill)
-                raise
-            logger.exception("shmconn: a fault after publishing request %r", work.request_id)
+            raise
         self._count(self._tally.published, fill.states.nbytes, time.monotonic() - began)
         return None
 

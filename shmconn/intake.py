@@ -2,8 +2,8 @@
 """The scheduler's side: what each finished request yields.
 
 Every finished request gets the next number, whatever became of it. The worker learns of all of
-them, in order, each with the blocks to copy or with the reason for no sample; so the ring can
-account for every number, and a handle in a reply is settled one way or the other.
+them, each with the blocks to copy or with the reason for no sample; so the ring can account for
+every number, and a handle in a reply is settled one way or the other.
 """
 
 import difflib
@@ -22,6 +22,7 @@ MAX_TAG_BYTES = 1024
 NO_TOKEN = -1
 # vLLM keeps block 0 for positions that have no block of their own any more.
 NULL_BLOCK = 0
+ABORTED = "FINISHED_ABORTED"
 
 
 class FinishedRequest(Protocol):
@@ -47,6 +48,7 @@ class Work:
         token_ids: one per token that is copied.
         blocks: the scheduler's block ids that hold them, in order.
         metadata: goes into the sample as it is.
+        handed_out: whether a reply with its handle goes out.
     """
 
     number: int
@@ -57,6 +59,7 @@ class Work:
     blocks: list[int] = field(default_factory=list)
     tag: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    handed_out: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +122,6 @@ class Intake:
         self._ring = ring
         self._number = 0
         self._pending: list[Work] = []
-        self._shown = 0
-        self._later = False
 
     def finish(
         self, request: FinishedRequest, blocks: Sequence[int]
@@ -141,25 +142,11 @@ class Intake:
             logger.exception("shmconn lost the sample of request %r", request.request_id)
             work, reply = Work(self._number, str(request.request_id), "fault"), None
         self._pending.append(work)
-        # An abort may come amid a step, before its last rows are on their way to the device.
-        self._later |= work.reason is None and request.status.name == "FINISHED_ABORTED"
         return work.report, reply
 
-    def fresh(self) -> list[Work]:
-        """What finished since the last call of this or of ``take``, which will give it again.
-
-        Nothing, from the first request on whose rows are sure only in the next step.
-        """
-        if self._later:
-            return []
-        fresh = self._pending[self._shown :]
-        self._shown = len(self._pending)
-        return fresh
-
     def take(self) -> list[Work]:
-        """What finished since the last call, in order of number."""
-        work, self._pending, self._shown = self._pending, [], 0
-        self._later = False
+        """What finished since the last call."""
+        work, self._pending = self._pending, []
         return work
 
     def _decide(
@@ -180,13 +167,25 @@ class Intake:
         if reason is not None:
             return Work(self._number, request.request_id, reason), reply
         metadata: dict[str, Any] = {"prompt_tokens": prompt}
+        aborted = request.status.name == ABORTED
+        if aborted:
+            metadata["aborted"] = True
         if ask.error:
             metadata["error"] = ask.error
         token_ids, all_known = _token_ids(request, tokens)
         if not all_known:
             metadata["no_token_ids"] = True
         work = Work(
-            self._number, request.request_id, None, True, token_ids, needed, ask.tag, metadata
+            number=self._number,
+            request_id=request.request_id,
+            reason=None,
+            report=True,
+            token_ids=token_ids,
+            blocks=needed,
+            tag=ask.tag,
+            metadata=metadata,
+            # vLLM's last word on an aborted request carries no parameters.
+            handed_out=not aborted,
         )
         return work, reply
 
@@ -213,18 +212,24 @@ class Intake:
 
 
 def _no_sample(request: FinishedRequest) -> str | None:
-    """Why an unfinished request yields nothing; vLLM's other ends all have an answer."""
+    """Why an unfinished request yields nothing; vLLM's other ends all have an answer.
+
+    Two ends that are none to the sender come as aborts, and the engine cannot tell them from a
+    client that hangs up: a stop string, which vLLM finds outside the engine, and the end of a
+    session of streamed inputs that waits for its next one.
+    """
     status = request.status.name
-    if status not in ("FINISHED_ABORTED", "FINISHED_ERROR"):
+    if status not in (ABORTED, "FINISHED_ERROR"):
         return None
-    # vLLM finds stop strings outside the engine and then aborts the request inside it: for the
-    # sender it ended well.
-    may_have_stopped = (
-        status == "FINISHED_ABORTED"
-        and getattr(request.sampling_params, "stop", None)
-        and len(request.all_token_ids) > request.num_prompt_tokens
-    )
-    return None if may_have_stopped else "aborted"
+    if status == ABORTED:
+        answered = len(request.all_token_ids) > request.num_prompt_tokens
+        if getattr(request.sampling_params, "stop", None) and answered:
+            return None
+        # A session that waits has computed all that it was given.
+        session = getattr(request, "streaming_queue", None) is not None
+        if session and request.num_computed_tokens >= request.num_prompt_tokens:
+            return None
+    return "aborted"
 
 
 def _token_ids(request: FinishedRequest, tokens: int) -> tuple[Sequence[int], bool]:

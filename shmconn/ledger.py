@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shmconn import layout
+from shmconn.seen import Seen
 from shmconn.words import Words
 
 # Reasons after which the same request may well yield a sample.
@@ -21,22 +22,23 @@ class Ledger:
 
     def __init__(self, words: Words) -> None:
         self._words = words
-        self.settled = 0
+        self._known = Seen()
         self.lost = dict.fromkeys(layout.REASONS, 0)
-        self._ahead: set[int] = set()
         self._tombstones = 0
+
+    @property
+    def settled(self) -> int:
+        """The fate of every request up to this number is known."""
+        return self._known.up_to
 
     def settle(self, number: int) -> None:
         """Takes note of a request whose fate is known."""
-        self._ahead.add(number)
-        while self.settled + 1 in self._ahead:
-            self.settled += 1
-            self._ahead.remove(self.settled)
+        self._known.add(number)
         self._words.store(layout.SETTLED, self.settled)
 
     def open_up_to(self, accepted: int) -> list[int]:
         """Numbers up to ``accepted`` whose fate is not known."""
-        return [n for n in range(self.settled + 1, accepted + 1) if n not in self._ahead]
+        return self._known.missing(accepted)
 
     def entomb(self, number: int, digest: bytes, reason: str, mask: int) -> None:
         """Writes a tombstone; then, unless its sample had been published, settles the number."""

@@ -289,9 +289,9 @@ class Producer:
             self.expire()
 
     def accept(self, number: int) -> None:
-        """Takes note of a request. Numbers rise; one thread calls this."""
-        self._accepted = number
-        self._store(layout.ACCEPTED, number)
+        """Takes note of a request, each once and in any order; one thread calls this."""
+        self._accepted = max(self._accepted, number)
+        self._store(layout.ACCEPTED, self._accepted)
 
     def allocate(
         self,
@@ -379,8 +379,14 @@ class Producer:
             ids=run[ids_at:json_at],
         )
 
-    def publish(self, fill: Fill) -> Handle:
-        """Makes a filled sample visible to all groups. Its pages must be whole by now."""
+    def publish(self, fill: Fill, *, handed_out: bool = True) -> Handle:
+        """Makes a filled sample visible to all groups. Its pages must be whole by now.
+
+        Args:
+            fill: from ``allocate``.
+            handed_out: whether anybody is told the handle; if not, groups by handle need not wait
+                for it.
+        """
         with self._lock:
             self._check_open()
             if not fill.has_token_ids:
@@ -401,6 +407,8 @@ class Producer:
             self._published_bytes += fill.json_offset
             self._store(layout.PUBLISHED_BYTES, self._published_bytes)
             self._ledger.settle(fill.number)
+            if not handed_out:
+                self._slots.spare(fill.slot)
             self._ring_bells()
             return Handle(self.name, self.generation, fill.number, digest)
 

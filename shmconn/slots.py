@@ -94,10 +94,21 @@ class Slots:
         Returns:
             (group, stored) of each.
         """
-        expired: list[tuple[int, Stored]] = []
         if not self.stored or next(iter(self.stored.values())).since >= before:
-            return expired
-        old = [(slot, kept) for slot, kept in self.stored.items() if kept.since < before]
+            return []
+        return self._expire_by_handle(
+            [(slot, kept) for slot, kept in self.stored.items() if kept.since < before]
+        )
+
+    def spare(self, slot: int) -> None:
+        """Releases a slot for groups by handle, as nobody will ask for it.
+
+        While a member of such a group claims, it is left to ``expire``.
+        """
+        self._expire_by_handle([(slot, self.stored[slot])])
+
+    def _expire_by_handle(self, old: list[tuple[int, Stored]]) -> list[tuple[int, Stored]]:
+        expired: list[tuple[int, Stored]] = []
         registry = self._registry
         for group in range(layout.GROUPS):
             if registry.state(group) != layout.ACTIVE or not registry.by_handle(group):

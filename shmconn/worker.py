@@ -14,19 +14,16 @@ from shmconn.config import ConnectorConfig, auto_ring_name, default_ring_size
 from shmconn.copier import Copier
 from shmconn.errors import OptionError
 from shmconn.handle import format_size
-from shmconn.hold import Hold, Throttle
+from shmconn.hold import Hold
 from shmconn.intake import RingIdentity, Work
 from shmconn.layout import DTYPES, MAX_SLOTS, RingShape
 from shmconn.ring import Producer
+from shmconn.seen import Seen
 from shmconn.tally import Tally
 
 logger = logging.getLogger("vllm.shmconn")
 
 METHOD = "extract_hidden_states"
-
-# Rings that a worker of this process writes, by generation. Where scheduler and worker share a
-# process and its main thread, finished requests need not wait for the next step's metadata.
-_here: "dict[str, Writer]" = {}
 
 
 @dataclass(frozen=True)
@@ -108,15 +105,18 @@ class Bystander:
 
     def __init__(self, *, reports: bool) -> None:
         self._reports = reports
-        self._last = 0
+        self._taken = Seen()
+        self._done: set[str] = set()
 
-    def step(self, work: Iterable[Work]) -> set[str]:
-        """Has nothing to do for these requests; ids that this rank has no more use for."""
-        if not self._reports:
-            return set()
-        fresh = [one for one in work if one.number > self._last]
-        self._last = max([self._last, *(one.number for one in fresh)])
-        return {one.request_id for one in fresh if one.report}
+    def submit(self, work: Iterable[Work]) -> None:
+        """Has nothing to do for these requests."""
+        fresh = [one for one in work if self._reports and self._taken.add(one.number)]
+        self._done.update(one.request_id for one in fresh if one.report)
+
+    def take_done(self) -> set[str]:
+        """Ids that this rank has no more use for; each is given once."""
+        done, self._done = self._done, set()
+        return done
 
     def drain_stats(self) -> dict[str, Any] | None:
         """Nothing happens here."""
@@ -140,38 +140,15 @@ class Writer:
             producer.dtype,
         )
         self.submit = copier.submit
+        self.take_done = copier.take_done
         self.drain_stats = tally.drain
         self._producer = producer
         self._capture = capture
         self._copier = copier
         self._grace_s = grace_s
-        self._generation = producer.generation
-        self._throttle = Throttle()
-        # Without a thread of its own the copy is done at once: that has its place in the step.
-        self._apart = not copier.background
-
-    def step(self, work: Iterable[Work]) -> set[str]:
-        """Takes in what a step's metadata brings; gives back ids whose blocks may be freed.
-
-        Called in the engine's main thread with the step's own stream current.
-        """
-        if not self._apart:
-            # For a scheduler in this process: rows are written on the stream that is current now.
-            try:
-                self._capture.at_step()
-                _here[self._generation] = self
-            except Exception:
-                _here.pop(self._generation, None)
-                if self._throttle.admit("step") is not None:
-                    logger.exception("shmconn: what finishes now waits for the next step")
-        if work:
-            self.submit(work)
-        return self._copier.take_done()
 
     def close(self) -> None:
         """Settles what is held, or buries it when the grace is over; then ends the ring."""
-        self._apart = True
-        _here.pop(self._generation, None)
         try:
             self._copier.close(self._grace_s)
         finally:
@@ -179,14 +156,6 @@ class Writer:
                 self._capture.close()
             finally:
                 self._producer.close()
-
-
-def writer_here(generation: str) -> Writer | None:
-    """The writer of a ring, once it has taken part in a step, if it is in this process.
-
-    A generation is random: another engine's ring of the same name is never taken for it.
-    """
-    return _here.get(generation)
 
 
 def open_writer(
@@ -233,11 +202,10 @@ def open_writer(
     except BaseException:
         producer.close()
         raise
-    background = _steps_while_held()
     hold = Hold(producer, on_full=config.on_full, no_reader_timeout_s=config.no_reader_timeout_s)
     tally = Tally()
-    copier = Copier(producer, capture, hold, tally, background=background)
-    _announce(producer, target, background)
+    copier = Copier(producer, capture, hold, tally)
+    _announce(producer, target)
     mine = auto_ring_name(engine_id)
     if any(auto_ring_name(other.engine_id) != mine for other in others):
         logger.warning(
@@ -249,7 +217,7 @@ def open_writer(
     return Writer(producer, capture, copier, tally, config.shutdown_grace_s)
 
 
-def _announce(producer: Producer, target: Target, background: bool) -> None:
+def _announce(producer: Producer, target: Target) -> None:
     shape = producer.shape
     logger.info(
         "shmconn: ring %r of %s holds %d tokens of layers %s, %s a token in %s; read it with "
@@ -269,11 +237,6 @@ def _announce(producer: Producer, target: Target, background: bool) -> None:
             target.max_tokens,
             producer.name,
             _size_for(target.max_tokens, producer),
-        )
-    if not background:
-        logger.warning(
-            "shmconn: this vLLM takes no step while a request's blocks are held, so a request "
-            "that finds the ring full is lost at once"
         )
     sizes = {info.file: info.size for info in directory.rings(producer.name)}
     for left in producer.leftovers:
@@ -304,10 +267,3 @@ def _token_major() -> bool:
         ) from error
     # The backend states its own shape only where heads do not come first in all caches.
     return "get_kv_cache_shape" in CacheOnlyAttentionBackend.__dict__
-
-
-def _steps_while_held() -> bool:
-    """Whether the engine goes on stepping for requests whose blocks are held."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    return "connector" in Scheduler.has_finished_requests.__code__.co_names

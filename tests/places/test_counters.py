@@ -24,7 +24,7 @@ def start_at(producer: Producer, published: int, accepted: int) -> None:
     """Makes a fresh ring look as if so much had gone through it, all of it read."""
     producer._published = published
     producer._store(layout.PUBLISHED, published)
-    producer._ledger.settled = accepted
+    producer._ledger._known.up_to = accepted
     producer._store(layout.SETTLED, accepted)
     producer.accept(accepted)
 

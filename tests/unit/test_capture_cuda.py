@@ -49,9 +49,6 @@ class NoDevice:
     def bind(self) -> None:
         self.log.append("bind")
 
-    def at_step(self) -> None:
-        self.log.append("at step")
-
     def mark(self) -> str:
         return "mark"
 

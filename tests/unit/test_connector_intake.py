@@ -242,18 +242,18 @@ def test_no_parameters_whatever_raise(params: Any) -> None:
     assert ask.tag is None or len(ask.tag.encode()) <= 1024
 
 
-def test_an_abort_amid_a_step_is_handed_over_with_the_next_and_so_is_what_follows(
-    intake: Intake,
+@pytest.mark.parametrize(
+    ("computed", "session", "reason"),
+    [(42, True, None), (40, True, None), (39, True, "aborted"), (42, False, "aborted")],
+)
+def test_an_aborted_session_that_had_computed_its_input_is_a_sample(
+    intake: Intake, computed: int, session: bool, reason: str | None
 ) -> None:
-    blocks = [1, 2, 3, 4]
-    intake.finish(Request(request_id="a"), blocks)
-    assert [one.request_id for one in intake.fresh()] == ["a"]
-    # Stopped by a string, which is an abort inside the engine, maybe before its rows are queued.
-    aborted = Request(request_id="b", output=3, status=Status.FINISHED_ABORTED, stop=["."])
-    assert intake.finish(aborted, blocks)[0]
-    assert intake.fresh() == []
-    intake.finish(Request(request_id="c"), blocks)
-    assert intake.fresh() == []
-    assert [one.request_id for one in intake.take()] == ["a", "b", "c"]
-    intake.finish(Request(request_id="d"), blocks)
-    assert [one.request_id for one in intake.fresh()] == ["d"]
+    request = Request(40, 3, computed=computed, status=Status.FINISHED_ABORTED)
+    if session:
+        request.streaming_queue = []  # type: ignore[attr-defined]
+    intake.finish(request, blocks(43))
+    (work,) = intake.take()
+    assert work.reason == reason
+    assert work.metadata == ({"prompt_tokens": 40, "aborted": True} if reason is None else {})
+    assert work.handed_out is (reason is not None)

@@ -4,7 +4,8 @@
 The model writes for each token a row that follows from its id and its place, so every row of
 every sample can be told; blocks that nobody owns hold poison. What a worker does in a step is
 done in the worker's order: metadata is bound, results are asked for, and only then the rows of
-the step are written.
+the step are written. In a deferred step, as vLLM 0.34 takes it while sampling waits for the
+grammar of a structured output, the ends of the step before come in between.
 """
 
 import copy
@@ -114,9 +115,19 @@ def hidden_cache(blocks: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Engine:
-    """One engine: scheduler and worker in this process."""
+    """One engine: scheduler and worker in this process.
 
-    def __init__(self, config: Any, blocks: int = 40, ranks: int = 1) -> None:
+    Args:
+        deferred: a step asks for results only after the ends of the step before.
+    """
+
+    def __init__(
+        self, config: Any, blocks: int = 40, ranks: int = 1, *, deferred: bool = False
+    ) -> None:
+        self._deferred = deferred
+        self._to_abort: list[str] = []
+        # What the workers made of the last deferred step.
+        self._last: tuple[Any, Any] | None = None
         self.hidden = config.model_config.get_hidden_size()
         groups = [
             KVCacheGroupSpec(
@@ -166,10 +177,21 @@ class Engine:
         self.reported: list[str] = []
         self.outputs: list[EngineCoreOutputs] = []
 
-    def add(self, request_id: str, ids: list[int], max_tokens: int = 1, **params: Any) -> Request:
-        """A request; further arguments are its own kv_transfer_params."""
+    def add(
+        self,
+        request_id: str,
+        ids: list[int],
+        max_tokens: int = 1,
+        stop: list[str] | None = None,
+        resumable: bool = False,
+        **params: Any,
+    ) -> Request:
+        """A request, or the next input of a session; further arguments are kv_transfer_params."""
         sampling = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params}
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            stop=stop,
+            extra_args={"kv_transfer_params": params},
         )
         sampling.update_from_generation_config({}, 0)
         request = Request(
@@ -178,21 +200,39 @@ class Engine:
             sampling_params=sampling,
             pooling_params=None,
             block_hasher=self.hasher,
+            resumable=resumable,
         )
-        self.requests[request_id] = request
+        self.requests.setdefault(request_id, request)
         self.scheduler.add_request(request)
         return request
 
     def abort(self, request_id: str) -> None:
-        """What the front end does when a client hangs up."""
-        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        """What the front end does when a client hangs up, or when it finds a stop string."""
+        self._to_abort.append(request_id)
+        if not self._deferred:
+            self._abort()
+
+    def _abort(self) -> None:
+        for request_id in self._to_abort:
+            self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        self._to_abort.clear()
 
     def step(self) -> None:
         """One step of the engine."""
         output = self.scheduler.schedule()
-        results = []
         for worker in self.workers:
             worker.bind_connector_metadata(output.kv_connector_metadata)
+        if self._deferred:
+            self._abort()
+            if self._last is not None:
+                self._update(*self._last)
+            self._last = output, self._results(output)
+        else:
+            self._update(output, self._results(output))
+
+    def _results(self, output: Any) -> Any:
+        results = []
+        for worker in self.workers:
             sending, _ = worker.get_finished(output.finished_req_ids)
             stats = worker.get_kv_connector_stats()
             worker.clear_connector_metadata()
@@ -201,6 +241,9 @@ class Engine:
         result = self.aggregator.aggregate(
             [dataclasses.replace(forward, kv_connector_output=one) for one in results]
         )
+        return result
+
+    def _update(self, output: Any, result: Any) -> None:
         assert result is not None and result.kv_connector_output is not None
         self.reported += sorted(result.kv_connector_output.finished_sending or ())
         outputs = self.scheduler.update_from_output(output, result)
@@ -215,6 +258,10 @@ class Engine:
         sampled = []
         for request_id in ids:
             request = self.requests[request_id]
+            if request_id not in self.scheduler.requests:
+                # Ended meanwhile: its blocks are somebody else's.
+                sampled.append([])
+                continue
             count = output.num_scheduled_tokens[request_id]
             # `schedule` has moved num_computed_tokens on already.
             end = request.num_computed_tokens
@@ -224,22 +271,27 @@ class Engine:
                 token = request.all_token_ids[min(place, request.num_tokens - 1)]
                 self.rows[blocks[place // BLOCK], place % BLOCK] = row(token, place, self.hidden)
             sampled.append([next(self.sampled)] if end >= request.num_tokens else [])
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-            sampled_token_ids=sampled,
-        )
+        output = {"req_ids": ids, "sampled_token_ids": sampled}
+        if "req_id_to_index" in {one.name for one in dataclasses.fields(ModelRunnerOutput)}:
+            # Before vLLM 0.34.
+            output["req_id_to_index"] = {one: index for index, one in enumerate(ids)}
+        return ModelRunnerOutput(**output)
 
     def run(self, timeout_s: float = 60.0) -> None:
         """Steps as the engine's loop does: as long as the scheduler says there is work."""
         deadline = time.monotonic() + timeout_s
-        while self.scheduler.has_requests():
+        while self.scheduler.has_requests() or self._last_ran or self._to_abort:
             self.step()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"still {len(self.scheduler.requests)} requests")
             if not self.scheduler.get_num_unfinished_requests():
                 # Only held requests are left: leave the core to the copier and the reader.
                 time.sleep(0.001)
+
+    @property
+    def _last_ran(self) -> bool:
+        """Whether a deferred step has computed what no update has seen yet."""
+        return self._last is not None and bool(self._last[0].num_scheduled_tokens)
 
     @property
     def preemptions(self) -> int:

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`graft.py WHEEL PLACE`: an environment with a vLLM that has no build for the CPU.
+
+WHEEL is vLLM's own, built for CUDA. Its Python sources are put over the kernels of the vLLM for the
+CPU in this interpreter's environment, and everything else comes from there. Model runner V2 wants
+Triton, which has no compiler for CPUs: the kernels run in Triton's own interpreter, for which
+TRITON_INTERPRET=1 must be set. So scheduler, engine core, model runner and hooks are those of that
+version; kernels written in C++ are those of the older one.
+"""
+
+import re
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+# What vLLM looks for is a backend of Triton with this name whose driver is active. Nothing of it is
+# ever called: the interpreter needs neither.
+BACKEND = {
+    "__init__": "",
+    "driver": """\
+from triton.backends.driver import DriverBase
+
+
+class InterpreterDriver(DriverBase):
+    @classmethod
+    def is_active(cls):
+        return True
+
+
+InterpreterDriver.__abstractmethods__ = frozenset()
+""",
+    "compiler": """\
+from triton.backends.compiler import BaseBackend
+
+
+class InterpreterBackend(BaseBackend):
+    pass
+
+
+InterpreterBackend.__abstractmethods__ = frozenset()
+""",
+}
+
+
+def main(wheel: Path, place: Path) -> None:
+    """Makes the environment anew."""
+    shutil.rmtree(place, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
+    packages = place / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
+    # After this environment's own packages come all of the one that makes it.
+    base = site.getsitepackages()[0]
+    (packages / "base.pth").write_text(f"import site; site.addsitedir({base!r})\n")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [one for one in archive.namelist() if not one.endswith(".so")]
+        archive.extractall(packages, names)
+    spec = find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations is not None
+    for kernels in Path(spec.submodule_search_locations[0]).glob("*.so"):
+        shutil.copy(kernels, packages / "vllm")
+    # vLLM takes itself for a build for the CPU by its version.
+    (info,) = packages.glob("vllm-*.dist-info")
+    replace(info / "METADATA", r"^Version: \S+$", r"\g<0>+cpu")
+    replace(info / "entry_points.txt", r"\Z", "\n[triton.backends]\ncpu = triton_interpreter\n")
+    backend = packages / "triton_interpreter"
+    backend.mkdir()
+    for name, text in BACKEND.items():
+        (backend / f"{name}.py").write_text(text)
+
+
+def replace(path: Path, pattern: str, by: str) -> None:
+    """Replaces the one place where a file's text is like the pattern."""
+    text, count = re.subn(pattern, by, path.read_text(), count=1, flags=re.MULTILINE)
+    assert count == 1, f"{path} has no {pattern}"
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
