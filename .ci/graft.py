@@ -15,9 +15,14 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from importlib.metadata import PackageNotFoundError, PathDistribution, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
+# Requirements that only a GPU has a use for, by their names.
+GPU = re.compile(r"torch|nv|cutlass|flashinfer|tilelang|quack|humming|tvm|tensor|tokenspeed")
 # What vLLM looks for is a backend of Triton with this name whose driver is active. Nothing of it is
 # ever called: the interpreter needs neither.
 BACKEND = {
@@ -65,11 +70,30 @@ def main(wheel: Path, place: Path) -> None:
     # vLLM takes itself for a build for the CPU by its version.
     (info,) = packages.glob("vllm-*.dist-info")
     replace(info / "METADATA", r"^Version: \S+$", r"\g<0>+cpu")
+    install_missing(PathDistribution(info).requires or [], place)
     replace(info / "entry_points.txt", r"\Z", "\n[triton.backends]\ncpu = triton_interpreter\n")
     backend = packages / "triton_interpreter"
     backend.mkdir()
     for name, text in BACKEND.items():
         (backend / f"{name}.py").write_text(text)
+
+
+def install_missing(requires: list[str], place: Path) -> None:
+    """Installs what this vLLM asks for and the older one did not, less what only a GPU needs."""
+    wanted = [Requirement(one) for one in requires]
+    missing = []
+    for one in wanted:
+        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            distribution(one.name)
+        except PackageNotFoundError:
+            if not GPU.search(one.name.lower()):
+                missing.append(f"{one.name}{one.specifier}")
+    if missing:
+        pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python")]
+        command = [*pip, "install", "--quiet", "--no-deps", "--only-binary", ":all:", *missing]
+        subprocess.run(command, check=True)
 
 
 def replace(path: Path, pattern: str, by: str) -> None:

@@ -215,6 +215,10 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self, finished_req_ids: Iterable[str]
     ) -> tuple[set[str] | None, set[str] | None]:
         """Gives back whose blocks may be freed, each once."""
+        metadata = self._connector_metadata
+        if isinstance(metadata, ShmMetadata) and metadata.work:
+            # Once more: what a fault kept from being taken in would be held for ever.
+            self._worker.submit(metadata.work)
         return self._worker.take_done() or None, None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

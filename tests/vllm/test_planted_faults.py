@@ -31,12 +31,13 @@ from shmconn import (
     hold,
     intake,
     ring,
+    seen,
     tally,
     worker,
 )
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
-MODULES = (capture, connector, copier, fill, hold, intake, ring, tally, worker)
+MODULES = (capture, connector, copier, fill, hold, intake, ring, seen, tally, worker)
 FILES = {str(Path(str(one.__file__))): one for one in MODULES}
 # Nothing in them can fail: they return a constant, or do nothing.
 EMPTY = {
@@ -44,7 +45,11 @@ EMPTY = {
     "ShmHiddenStatesConnector.update_state_after_alloc",
 }
 # All that these do is done inside a guard of their own.
-GUARDS = {"Copier.submit", "Copier._settle"}
+GUARDS = {
+    "Copier.submit",
+    "Copier._settle",
+    "ShmHiddenStatesConnector.bind_connector_metadata",
+}
 # Before a request has a number it has no handle either: nobody can wait for its sample.
 UNNUMBERED = {"ShmHiddenStatesConnector.request_finished_all_groups", "Intake.finish"}
 
