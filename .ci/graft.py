@@ -23,10 +23,21 @@ from packaging.requirements import Requirement
 
 # Requirements that only a GPU has a use for, by their names.
 GPU = re.compile(r"torch|nv|cutlass|flashinfer|tilelang|quack|humming|tvm|tensor|tokenspeed")
-# What vLLM looks for is a backend of Triton with this name whose driver is active. Nothing of it is
-# ever called: the interpreter needs neither.
+# What vLLM looks for is a backend of Triton with this name. Its parts are never called:
+# the interpreter needs neither.
 BACKEND = {
-    "__init__": "",
+    "__init__": """\
+def take_any_mask():
+    # Triton's compilers take a mask of integers, its interpreter up to 3.9 only one of booleans.
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    plain = InterpreterBuilder.create_masked_store
+
+    def create_masked_store(self, ptrs, value, mask, *rest):
+        return plain(self, ptrs, value, TensorHandle(mask.data.astype(bool), mask.dtype), *rest)
+
+    InterpreterBuilder.create_masked_store = create_masked_store
+""",
     "driver": """\
 from triton.backends.driver import DriverBase
 
@@ -50,6 +61,13 @@ class InterpreterBackend(BaseBackend):
 InterpreterBackend.__abstractmethods__ = frozenset()
 """,
 }
+ENTRIES = """
+[triton.backends]
+cpu = triton_interpreter
+
+[vllm.general_plugins]
+triton_interpreter = triton_interpreter:take_any_mask
+"""
 
 
 def main(wheel: Path, place: Path) -> None:
@@ -71,7 +89,7 @@ def main(wheel: Path, place: Path) -> None:
     (info,) = packages.glob("vllm-*.dist-info")
     replace(info / "METADATA", r"^Version: \S+$", r"\g<0>+cpu")
     install_missing(PathDistribution(info).requires or [], place)
-    replace(info / "entry_points.txt", r"\Z", "\n[triton.backends]\ncpu = triton_interpreter\n")
+    replace(info / "entry_points.txt", r"\Z", ENTRIES)
     backend = packages / "triton_interpreter"
     backend.mkdir()
     for name, text in BACKEND.items():

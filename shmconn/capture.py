@@ -14,7 +14,7 @@ of it, by its strides.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ import torch
 from shmconn.errors import OptionError
 from shmconn.fill import Fill
 
+# How vLLM marks the layer: by the type of its cache's specification, and before 0.22 by its name
+# alone. A group of like layers may hide the type, so the name is looked at where none is found.
+SPEC = "HiddenStateCacheSpec"
 LAYER = "cache_only_layers"
 # Widest integers first: the fewer elements, the faster a gather.
 _INTEGERS = ((8, torch.int64), (4, torch.int32), (2, torch.int16))
@@ -77,58 +80,94 @@ class CacheView:
         return ids
 
 
-def find_group(kv_cache_config: Any) -> tuple[int, int]:
-    """Index and block size (tokens) of the scheduler's group with the hidden states.
+class Place(NamedTuple):
+    """Where vLLM keeps the hidden states.
+
+    Attributes:
+        group: index of the scheduler's group.
+        block_size: tokens in one block of it.
+        layer: name of the layer.
+    """
+
+    group: int
+    block_size: int
+    layer: str
+
+
+def find_place(kv_cache_config: Any) -> Place:
+    """The one layer with hidden states among the scheduler's groups.
 
     Raises:
-        OptionError: there is none; names the layers of the groups seen.
+        OptionError: there is none, or more than one; names the layers seen.
     """
     groups = kv_cache_config.kv_cache_groups
-    for index, group in enumerate(groups):
-        if any(LAYER in name for name in group.layer_names):
-            return index, int(group.kv_cache_spec.block_size)
+    found = [(at, name) for at, group in enumerate(groups) for name in _marked(group)]
+    if not found:
+        found = [(i, one) for i, group in enumerate(groups) for one in group.layer_names]
+        found = [(at, name) for at, name in found if LAYER in name]
+    if len(found) == 1:
+        index, layer = found[0]
+        return Place(index, int(groups[index].kv_cache_spec.block_size), layer)
     seen = "; ".join(", ".join(list(group.layer_names)[:3]) for group in groups)
-    raise OptionError(f"none of vLLM's {len(groups)} KV cache groups holds hidden states: {seen}")
+    which = " and ".join(name for _, name in found) or "none"
+    raise OptionError(
+        f"expected one layer of hidden states in vLLM's {len(groups)} KV cache groups ({seen}), "
+        f"found {which}"
+    )
+
+
+def _marked(group: Any) -> list[str]:
+    """The group's layers whose specification is of the hidden states' own type."""
+
+    def is_hidden(spec: Any) -> bool:
+        return any(one.__name__ == SPEC for one in type(spec).__mro__)
+
+    spec = group.kv_cache_spec
+    by_layer = getattr(spec, "kv_cache_specs", None)
+    if isinstance(by_layer, Mapping):
+        return [name for name, one in by_layer.items() if is_hidden(one)]
+    return list(group.layer_names) if is_hidden(spec) else []
 
 
 def find_cache(
     kv_caches: Mapping[str, torch.Tensor],
+    place: Place,
     *,
     layers: int,
     hidden_size: int,
-    block_size: int,
     token_major: bool,
 ) -> CacheView:
     """The cache of hidden states among all of a worker's caches.
 
     Args:
+        kv_caches: by name of the layer.
+        place: where the scheduler says that it is.
         layers: how many layers are captured.
         hidden_size: of the target model.
-        block_size: tokens in one of the scheduler's blocks.
         token_major: whether the shape is ``[blocks, block, layers, hidden]``.
 
     Raises:
         OptionError: it is not there, or is not what the model's configuration says.
     """
-    names = [name for name in kv_caches if LAYER in name]
-    if len(names) != 1:
+    name, block_size = place.layer, place.block_size
+    cache = kv_caches.get(name)
+    if cache is None:
         raise OptionError(
-            f"expected one cache of hidden states among vLLM's {len(kv_caches)} KV caches, "
-            f"found {names or 'none'}"
+            f"vLLM registered {len(kv_caches)} KV caches, but none of the layer {name}: "
+            f"{', '.join(list(kv_caches)[:3])}"
         )
-    cache = kv_caches[names[0]]
     if cache.dim() != 4:
-        raise OptionError(f"the cache of {names[0]} has shape {list(cache.shape)}, not 4 axes")
+        raise OptionError(f"the cache of {name} has shape {list(cache.shape)}, not 4 axes")
     states = cache if token_major else cache.transpose(1, 2)
     block = states.shape[1]
     if tuple(states.shape[2:]) != (layers, hidden_size) or states.stride(3) != 1:
         raise OptionError(
-            f"the cache of {names[0]} has shape {list(cache.shape)} and strides "
+            f"the cache of {name} has shape {list(cache.shape)} and strides "
             f"{list(cache.stride())}: no {layers} layers of {hidden_size} in it"
         )
     if block_size % block:
         raise OptionError(
-            f"the cache of {names[0]} has blocks of {block} tokens, which do not make up the "
+            f"the cache of {name} has blocks of {block} tokens, which do not make up the "
             f"scheduler's blocks of {block_size}"
         )
     return CacheView(states, block_size // block)

@@ -32,7 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from shmconn import directory
-from shmconn.capture import find_group
+from shmconn.capture import find_place
 from shmconn.config import ConnectorConfig, auto_ring_name
 from shmconn.hold import Throttle
 from shmconn.intake import Intake, RingIdentity, Work
@@ -101,8 +101,8 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self._target = Target.of(vllm_config)
         self._engine_id = str(transfer.engine_id)
         self._ring = self._config.ring or auto_ring_name(self._engine_id)
-        self._group, self._block_size = find_group(kv_cache_config)
-        self._intake = Intake(block_size=self._block_size, ring=self._ring)
+        self._place = find_place(kv_cache_config)
+        self._intake = Intake(block_size=self._place.block_size, ring=self._ring)
         self._worker: Writer | Bystander = Bystander(reports=False)
 
     # --- what vLLM asks of the class ------------------------------------------------------------
@@ -146,8 +146,8 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self, request: Any, block_ids: tuple[Sequence[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same, where vLLM has several groups of KV caches."""
-        known = self._group < len(block_ids)
-        return self._intake.finish(request, block_ids[self._group] if known else ())
+        group = self._place.group
+        return self._intake.finish(request, block_ids[group] if group < len(block_ids) else ())
 
     @_never_raises(lambda: None)
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
@@ -186,12 +186,14 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
+        # A vLLM that lays its caches out anew registers them again.
+        self._worker.close()
         if get_tensor_model_parallel_rank() != 0:
             # Under a MultiConnector vLLM may wait for every rank's report.
             self._worker = Bystander(reports=get_kv_transfer_group().get_finished_count() != 1)
             return
         self._worker = open_writer(
-            kv_caches, self._target, self._config, self._ring, self._engine_id, self._block_size
+            kv_caches, self._target, self._config, self._ring, self._engine_id, self._place
         )
 
     @_never_raises(lambda: None)

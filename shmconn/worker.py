@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shmconn import directory
-from shmconn.capture import Capture, find_cache, make_capture
+from shmconn.capture import Capture, Place, find_cache, make_capture
 from shmconn.config import ConnectorConfig, auto_ring_name, default_ring_size
 from shmconn.copier import Copier
 from shmconn.errors import OptionError
@@ -164,7 +164,7 @@ def open_writer(
     config: ConnectorConfig,
     ring: str,
     engine_id: str,
-    block_size: int,
+    place: Place,
 ) -> Writer:
     """Makes the ring and starts the copier; says so in one line.
 
@@ -175,9 +175,9 @@ def open_writer(
     """
     cache = find_cache(
         kv_caches,
+        place,
         layers=len(target.layer_ids),
         hidden_size=target.hidden_size,
-        block_size=block_size,
         token_major=_token_major(),
     )
     dtype = str(cache.states.dtype).removeprefix("torch.")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmconn.capture import CacheView, HostCapture, find_cache, find_group
+from shmconn.capture import CacheView, HostCapture, Place, find_cache, find_place
 from shmconn.errors import OptionError
 from shmconn.fill import Fill
 
@@ -71,10 +71,10 @@ def find(cache: torch.Tensor, is_token_major: bool, **wish: Any) -> CacheView:
     options = {
         "layers": states.shape[2],
         "hidden_size": states.shape[3],
-        "block_size": states.shape[1],
         "token_major": is_token_major,
     } | wish
-    return find_cache({"model.layers.0.attn": torch.empty(2), LAYER: cache}, **options)
+    place = Place(0, options.pop("block_size", states.shape[1]), LAYER)
+    return find_cache({"model.layers.0.attn": torch.empty(2), LAYER: cache}, place, **options)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -171,42 +171,80 @@ def test_a_cache_of_another_rank_is_refused_at_start() -> None:
     with pytest.raises(OptionError, match="not 4 axes"):
         find_cache(
             {LAYER: torch.empty(2, 3, 4)},
+            Place(0, 2, LAYER),
             layers=3,
             hidden_size=4,
-            block_size=2,
             token_major=False,
         )
 
 
-@pytest.mark.parametrize("names", [[], [LAYER, "draft.cache_only_layers.5"]])
-def test_no_or_two_caches_of_hidden_states_are_refused_at_start(names: list[str]) -> None:
-    with pytest.raises(OptionError, match="expected one cache of hidden states"):
+def test_a_cache_that_was_not_registered_is_refused_at_start() -> None:
+    with pytest.raises(OptionError, match=f"1 KV caches, but none of the layer {LAYER}: a.0"):
         find_cache(
-            {name: torch.empty(1, 1, 1, 1) for name in names},
+            {"a.0": torch.empty(1, 1, 1, 1)},
+            Place(0, 1, LAYER),
             layers=1,
             hidden_size=1,
-            block_size=1,
             token_major=False,
         )
 
 
-def groups(*layer_names: list[str]) -> Any:
+class AttentionSpec:
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+
+class HiddenStateCacheSpec(AttentionSpec):
+    """Named as vLLM's own."""
+
+
+class DerivedSpec(HiddenStateCacheSpec):
+    """As a later vLLM might have it."""
+
+
+class UniformSpecs(AttentionSpec):
+    """Of layers that differ, as a worker's single group has it."""
+
+    def __init__(self, block_size: int, **by_layer: AttentionSpec) -> None:
+        super().__init__(block_size)
+        self.kv_cache_specs = by_layer
+
+
+def groups(*layer_names: list[str], **specs: AttentionSpec) -> Any:
+    made = [(names, AttentionSpec(16 + index)) for index, names in enumerate(layer_names)]
+    made += [([name], spec) for name, spec in specs.items()]
     return SimpleNamespace(
         kv_cache_groups=[
-            SimpleNamespace(layer_names=names, kv_cache_spec=SimpleNamespace(block_size=16 + index))
-            for index, names in enumerate(layer_names)
+            SimpleNamespace(layer_names=names, kv_cache_spec=spec) for names, spec in made
         ]
     )
 
 
-def test_the_group_is_found_by_its_layer_and_never_by_its_place() -> None:
-    assert find_group(groups(["a.0", LAYER])) == (0, 16)
-    assert find_group(groups(["a.0"], ["mamba.1"], [LAYER])) == (2, 18)
+def test_the_layer_is_found_by_its_name_and_never_by_its_place() -> None:
+    assert find_place(groups(["a.0", LAYER])) == (0, 16, LAYER)
+    assert find_place(groups(["a.0"], ["mamba.1"], [LAYER])) == (2, 18, LAYER)
 
 
-def test_without_such_a_group_the_groups_seen_are_named() -> None:
-    with pytest.raises(OptionError, match="a.0; mamba.1"):
-        find_group(groups(["a.0"], ["mamba.1"]))
+@pytest.mark.parametrize("spec", [HiddenStateCacheSpec(32), DerivedSpec(32)])
+def test_the_layer_is_found_by_the_type_of_its_specification_whatever_its_name(spec: Any) -> None:
+    assert find_place(groups(["a.0"], renamed=spec)) == (1, 32, "renamed")
+    assert find_place(groups([LAYER], renamed=spec)) == (1, 32, "renamed")
+    both = groups(["a.0"], b=UniformSpecs(64, other=AttentionSpec(1), renamed=spec))
+    assert find_place(both) == (1, 64, "renamed")
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (groups(["a.0"], ["mamba.1"]), "(a.0; mamba.1), found none"),
+        (groups([LAYER], ["draft.cache_only_layers.5"]), f"{LAYER} and draft.cache_only_layers.5"),
+        (groups(x=HiddenStateCacheSpec(1), y=DerivedSpec(1)), "found x and y"),
+    ],
+)
+def test_no_or_two_layers_of_hidden_states_are_refused_by_name(found: Any, said: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        find_place(found)
+    assert said in str(caught.value)
 
 
 @pytest.fixture(autouse=True)

@@ -374,7 +374,7 @@ def test_a_fault_inside_a_hook_is_logged_and_answered_harmlessly(
     worker = make().worker
     # Every part that a hook may use is gone.
     with pytest.MonkeyPatch.context() as patch:
-        for part in ("_intake", "_worker", "_group", "_ring"):
+        for part in ("_intake", "_worker", "_place", "_ring"):
             patch.setattr(worker, part, None)
         arguments = {
             "get_num_new_matched_tokens": (None, 0),
