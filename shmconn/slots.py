@@ -24,12 +24,14 @@ class Slots:
         self.pages = PageRuns(ring.shape.pages)
         self.free = deque(range(ring.shape.slots))
         self.stored: dict[int, Stored] = {}  # published ones, in order of publishing
+        self.refused = 0  # pages that the last take asked for in vain; 0 = it found them
         # seq of each published slot, 0 elsewhere: what the shared column holds, kept apart.
         self._seqs = np.zeros(ring.shape.slots, dtype=np.uint64)
 
     def take(self, pages: int) -> tuple[int, int] | None:
         """A free slot and the first page of a free run, or None."""
         first = self.pages.allocate(pages) if self.free else None
+        self.refused = pages if first is None else 0
         if first is None:
             return None
         slot = self.free.popleft()

@@ -14,6 +14,7 @@ from shmconn.handle import format_size
 from shmconn.need import needs
 from shmconn.registry import Registry
 from shmconn.segment import RingSegment
+from shmconn.slots import Slots
 
 
 @dataclass(frozen=True)
@@ -157,15 +158,16 @@ class Stall:
             samples=samples,
         )
 
-    def text(self, stored: Mapping[int, Stored], free_pages: int, free_slots: int) -> str:
+    def text(self, slots: Slots) -> str:
         """One line: how full the ring is, which sample is oldest, who holds it, what helps."""
         shape = self._ring.shape
         name = self._ring.name
-        used = format_size((shape.pages - free_pages) * shape.page_size)
+        stored = slots.stored
+        used = format_size((shape.pages - slots.pages.free) * shape.page_size)
         line = (
             f"ring {name!r} holds {len(stored)} samples, {used} of "
-            f"{format_size(shape.pages * shape.page_size)}, {free_slots} of {shape.slots} slots "
-            "are free"
+            f"{format_size(shape.pages * shape.page_size)}, {len(slots.free)} of {shape.slots} "
+            f"slots are free{self._fragmentation(slots)}"
         )
         if stored:
             oldest = min(stored.values(), key=lambda kept: kept.seq)
@@ -173,3 +175,15 @@ class Stall:
             line += f"; oldest sample {oldest.request_id[:80]!r} is {age:.0f} s old"
         blockers = "; ".join(blocker.text(name) for blocker in self.blockers(stored))
         return f"{line}; {blockers or 'nobody needs it any more'}"
+
+    def _fragmentation(self, slots: Slots) -> str:
+        """Why a sample waits though its bytes are free: not in one run."""
+        pages, page_size = slots.pages, self._ring.shape.page_size
+        if not slots.free or not slots.refused or slots.refused > pages.free:
+            return ""
+        return (
+            f"; the next sample needs {format_size(slots.refused * page_size)} in one run: "
+            f"{format_size(pages.free * page_size)} are free, but the longest run is "
+            f"{format_size(pages.longest() * page_size)}, since samples that are still held lie "
+            "between (fragmentation): it comes when they are released, or take a larger ring_size"
+        )
