@@ -32,6 +32,7 @@ from shmconn.segment import descriptors_named
 from shmconn.slots import Slots
 from shmconn.stall import Blocker, Stall
 from shmconn.start import Plan, Started, start
+from shmconn.unlinked import NameWatch, unlinked
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,9 @@ class Producer:
             Doorbell(group_doorbell(self.name, group)) for group in range(layout.GROUPS)
         ]
         self._stall = Stall(self._registry, self._ring)
+        self._names = NameWatch(
+            f"ring {self.name!r} goes on with the readers that it has, and no other can join it"
+        )
         self._closed = False
 
     # --- life -----------------------------------------------------------------------------------
@@ -433,6 +437,7 @@ class Producer:
             self._store(layout.PUBLISHED_BYTES, self._published_bytes)
             self._ledger.settle(fill.number)
             self._ring_bells()
+            self._look_at_names()
             return Handle(self.name, self.generation, fill.number, digest)
 
     def discard(self, fill: Fill) -> None:
@@ -481,6 +486,7 @@ class Producer:
         """Reclaims and expires; to be called now and then while waiting."""
         self.expire()
         self.reclaim()
+        self._look_at_names()
 
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a reader has released something, at most 0.1 s."""
@@ -514,6 +520,9 @@ class Producer:
             return self._stall.text(self._slots)
 
     # --- small things ---------------------------------------------------------------------------
+
+    def _look_at_names(self) -> None:
+        self._names.look(lambda: unlinked(self._ring.file, self._registry.file))
 
     def _store(self, at: int, value: int) -> None:
         self._ring.words.store(at, value)

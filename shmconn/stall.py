@@ -15,6 +15,7 @@ from shmconn.need import needs
 from shmconn.registry import Registry
 from shmconn.segment import RingSegment
 from shmconn.slots import Slots
+from shmconn.unlinked import unlinked
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,8 @@ class Stall:
             f"{format_size(shape.pages * shape.page_size)}, {len(slots.free)} of {shape.slots} "
             f"slots are free{self._fragmentation(slots)}"
         )
+        if unlinked(self._ring.file, self._registry.file):
+            line += "; its name is gone from /dev/shm, so that no reader can come to it any more"
         if stored:
             oldest = min(stored.values(), key=lambda kept: kept.seq)
             age = time.monotonic() - oldest.since
