@@ -307,7 +307,10 @@ def serve(
     ] = None,
     ring_size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="E.g. 8GiB. [least of 8GiB, 1/4 of free /dev/shm]"),
+        typer.Option(
+            metavar="SIZE",
+            help="E.g. 8GiB. [least of 8GiB, 1/4 of free memory]",
+        ),
     ] = None,
     group: Annotated[
         list[str] | None,

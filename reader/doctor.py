@@ -26,7 +26,7 @@ from shmconn.directory import groups as groups_of
 from shmconn.directory import rings as rings_of
 from shmconn.errors import RingMissing, ShmConnError
 from shmconn.handle import format_size
-from shmconn.segment import headroom
+from shmconn.headroom import headroom
 from shmconn.unlinked import REMEDY, unlinked_rings
 
 OK, WARN, BAD = "ok", "warn", "bad"
@@ -98,13 +98,19 @@ def check_shared_memory() -> list[Finding]:
     """Size of /dev/shm, and the memory limit that it counts against."""
     status = os.statvfs(_SHM)
     size = status.f_blocks * status.f_frsize
-    free, limit = headroom()
-    text = f"{_SHM} has {format_size(size)}, {format_size(free)} can be used now"
-    if limit is not None:
-        text += f"; this control group may use {format_size(limit)} of memory, rings included"
+    room = headroom()
+    text = f"{_SHM} has {format_size(size)}, {format_size(room.free)} can be used now"
+    if room.group is not None:
+        text += (
+            f"; control group {room.group.path} allows {format_size(room.group.limit)} of memory, "
+            f"rings included, {format_size(room.group.left)} are left"
+        )
     if size < _SMALL_SHM:
         return [Finding("shared memory", BAD, text, f"give it more: {_HOW}")]
-    if free < size // 10:
+    if room.free < room.shm and room.free < size // 10:
+        remedy = "give the container more memory, or make the rings smaller (ring_size)"
+        return [Finding("shared memory", WARN, text, remedy)]
+    if room.free < size // 10:
         remedy = "free what `shmconn ls` shows as dead with `shmconn rm`, or make the rings smaller"
         return [Finding("shared memory", WARN, text, remedy)]
     return [Finding("shared memory", OK, text)]

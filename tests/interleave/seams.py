@@ -16,6 +16,7 @@ import pytest
 
 from interleave.scheduler import Killed, Place, Run
 from shmconn import doorbell, layout, segment, words
+from shmconn.headroom import Headroom
 from shmconn.liveness import LockFile
 from shmconn.segment import ShmFile
 from shmconn.words import Words
@@ -127,7 +128,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(doorbell, "unlink", lambda name: True)
     patch.setattr(doorbell.Doorbell, "post", lambda self: None)
     patch.setattr(doorbell.Doorbell, "clear", lambda self: None)
-    patch.setattr(segment, "headroom", lambda: (1 << 40, None))
+    patch.setattr(segment, "headroom", lambda: Headroom(1 << 40))
     _see_words(patch)
     _see_files(patch)
     patch.setattr(sys, "unraisablehook", _unraisable)
