@@ -507,12 +507,12 @@ class Producer:
     def can_progress(self) -> bool:
         """Whether some published slot is needed only by groups that have a live member."""
         with self._lock:
-            return self._stall.can_progress(self._slots.stored)
+            return self._stall.can_progress(self._slots)
 
     def blockers(self) -> list[Blocker]:
         """The groups that need the oldest sample, and the member that holds it."""
         with self._lock:
-            return self._stall.blockers(self._slots.stored)
+            return self._stall.blockers(self._slots)
 
     def stall_text(self) -> str:
         """One line for people: how full, what is oldest, who holds it, what helps."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from shmconn import layout
 from shmconn.fill import Stored
-from shmconn.need import needed
+from shmconn.need import needed, wanted
 from shmconn.pages import PageRuns
 from shmconn.registry import Registry
 from shmconn.segment import RingSegment
@@ -25,8 +25,8 @@ class Slots:
         self.free = deque(range(ring.shape.slots))
         self.stored: dict[int, Stored] = {}  # published ones, in order of publishing
         self.refused = 0  # pages that the last take asked for in vain; 0 = it found them
-        # seq of each published slot, 0 elsewhere: what the shared column holds, kept apart.
-        self._seqs = np.zeros(ring.shape.slots, dtype=np.uint64)
+        # Of each published slot, 0 elsewhere: what the shared column holds, kept apart.
+        self.seqs = np.zeros(ring.shape.slots, dtype=np.uint64)
 
     def take(self, pages: int) -> tuple[int, int] | None:
         """A free slot and the first page of a free run, or None."""
@@ -40,7 +40,7 @@ class Slots:
 
     def keep(self, slot: int, stored: Stored) -> None:
         """Takes note of a slot that was published."""
-        self._seqs[slot] = stored.seq
+        self.seqs[slot] = stored.seq
         self.stored[slot] = stored
 
     def give_back(self, slot: int, first_page: int, pages: int) -> None:
@@ -63,21 +63,17 @@ class Slots:
         ]
         for slot in done:
             self._ring.words.store(self._ring.shape.seq_at(slot), 0)
-            self._seqs[slot] = 0
+            self.seqs[slot] = 0
             stored = self.stored.pop(slot)
             self.give_back(slot, stored.first_page, stored.pages)
         return len(done)
 
     def _candidates(self) -> list[int]:
         """Slots worth a look, by a copy of the hold words: a hint, never a proof."""
-        words, shape = self._ring.words, self._ring.shape
-        free = self._seqs != np.uint64(0)
-        released = self._seqs << np.uint64(16) | np.uint64(layout.RELEASED)
+        free = self.seqs != np.uint64(0)
         for group, state in enumerate(self._registry.states()):
             if state != layout.FREE:
-                start = words.load(layout.START + 8 * group)
-                hold = words.copy(shape.hold_at(group, 0), shape.slots)
-                free &= (hold == released) | (self._seqs < np.uint64(start))
+                free &= ~wanted(self._ring, group, self.seqs)
         return [int(slot) for slot in np.flatnonzero(free)]
 
     def _heal_registering(self) -> None:
@@ -99,13 +95,20 @@ class Slots:
         expired: list[tuple[int, Stored]] = []
         if not self.stored or next(iter(self.stored.values())).since >= before:
             return expired
-        old = [(slot, kept) for slot, kept in self.stored.items() if kept.since < before]
+        # In order of publishing, so the newest of the old ones tells which are old.
+        newest = next(
+            (kept.seq for kept in reversed(self.stored.values()) if kept.since < before), 0
+        )
         registry = self._registry
         for group in range(layout.GROUPS):
             if registry.state(group) != layout.ACTIVE or not registry.by_handle(group):
                 continue
+            # What was released already is not looked at again.
+            open_ = wanted(self._ring, group, self.seqs) & (self.seqs <= np.uint64(newest))
+            slots = sorted(map(int, np.flatnonzero(open_)), key=lambda slot: self.stored[slot].seq)
             # One try: while a member claims, this waits for the next call.
-            if registry.try_lock_claims(group):
+            if slots and registry.try_lock_claims(group):
+                old = [(slot, self.stored[slot]) for slot in slots]
                 expired += [(group, kept) for slot, kept in old if self._expire(group, slot, kept)]
                 registry.unlock_claims(group)
         return expired

@@ -183,7 +183,7 @@ def _saw(*what: Any) -> None:
 
 
 def _see_words(patch: pytest.MonkeyPatch) -> None:
-    load, store, copy = Words.load, Words.store, Words.copy
+    load, store, copy, column = Words.load, Words.store, Words.copy, Words.column
     read, write, init = Words.read, Words.write, Words.__init__
 
     def see_init(self: Words, buffer: Any) -> None:
@@ -210,6 +210,12 @@ def _see_words(patch: pytest.MonkeyPatch) -> None:
         _saw(offset, value.tobytes())
         return value
 
+    def see_column(self: Any, offset: int, stride: int, count: int) -> Any:
+        _about(tuple((self.tag, offset + stride * row) for row in range(count)))
+        value: np.ndarray = column(self, offset, stride, count)
+        _saw(offset, value.tobytes())
+        return value
+
     def see_read(self: Any, offset: int, length: int) -> bytes:
         value = read(self, offset, length)
         acting = _acting()
@@ -228,6 +234,7 @@ def _see_words(patch: pytest.MonkeyPatch) -> None:
         ("load", see_load),
         ("store", see_store),
         ("copy", see_copy),
+        ("column", see_column),
         ("read", see_read),
         ("write", see_write),
     ):
