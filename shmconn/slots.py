@@ -4,6 +4,7 @@ when. It takes back what no group needs any more, by looking, and never waits fo
 """
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from shmconn.need import needed, wanted
 from shmconn.pages import PageRuns
 from shmconn.registry import Registry
 from shmconn.segment import RingSegment
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 class Slots:
@@ -92,24 +96,28 @@ class Slots:
         Returns:
             (group, stored) of each.
         """
-        expired: list[tuple[int, Stored]] = []
         if not self.stored or next(iter(self.stored.values())).since >= before:
-            return expired
+            return []
         # In order of publishing, so the newest of the old ones tells which are old.
-        newest = next(
-            (kept.seq for kept in reversed(self.stored.values()) if kept.since < before), 0
-        )
+        newest = next(kept.seq for kept in reversed(self.stored.values()) if kept.since < before)
+        return self._expire_by_handle(self.seqs <= np.uint64(newest))
+
+    def _expire_by_handle(self, old: "npt.NDArray[np.bool_]") -> list[tuple[int, Stored]]:
+        """``expire`` of the slots in a mask."""
+        expired: list[tuple[int, Stored]] = []
         registry = self._registry
         for group in range(layout.GROUPS):
             if registry.state(group) != layout.ACTIVE or not registry.by_handle(group):
                 continue
             # What was released already is not looked at again.
-            open_ = wanted(self._ring, group, self.seqs) & (self.seqs <= np.uint64(newest))
-            slots = sorted(map(int, np.flatnonzero(open_)), key=lambda slot: self.stored[slot].seq)
+            slots = [
+                int(slot) for slot in np.flatnonzero(old & wanted(self._ring, group, self.seqs))
+            ]
+            slots.sort(key=lambda slot: self.stored[slot].seq)
             # One try: while a member claims, this waits for the next call.
             if slots and registry.try_lock_claims(group):
-                old = [(slot, self.stored[slot]) for slot in slots]
-                expired += [(group, kept) for slot, kept in old if self._expire(group, slot, kept)]
+                kept = [(slot, self.stored[slot]) for slot in slots]
+                expired += [(group, one) for slot, one in kept if self._expire(group, slot, one)]
                 registry.unlock_claims(group)
         return expired
 
