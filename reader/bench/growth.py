@@ -49,12 +49,11 @@ def run(*, repeats: int = 15, json_out: bool = False) -> int:
         print(json.dumps(lines, indent=1))
         return 0
     table = Table(title="growth: microseconds each, in a full ring", box=None)
-    table.add_column("groups, slots", justify="right", no_wrap=True)
-    for what in _WHATS:
-        table.add_column(what, justify="right", no_wrap=True)
+    table.add_column("groups\nslots")
     for slots, count in cases:
-        cost = costs[slots, count]
-        table.add_row(f"{count}, {slots:,}", *(f"{cost[what]:,.0f}" for what in _WHATS))
+        table.add_column(f"{count}\n{slots:,}", justify="right", no_wrap=True)
+    for what in _WHATS:
+        table.add_row(what, *(f"{costs[case][what]:,.0f}" for case in cases))
     Console().print(table)
     return 0
 
