@@ -231,6 +231,9 @@ def check_rings() -> list[Finding]:
             groups = groups_of(name)
         except RingMissing:
             continue
+        except ShmConnError as error:
+            found.append(Finding(f"groups of {name}", BAD, str(error)))
+            continue
         full = [ring for ring in rings if ring.name == name and fill_of(ring) >= _FULL]
         for group in groups:
             wait = wait_for(name, group)

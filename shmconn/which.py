@@ -40,7 +40,10 @@ def missing_text(name: str | None) -> str:
 
 def _without_registry(name: str) -> bool:
     """Whether a live ring of the name belongs to a registry that is not there any more."""
-    registry = Registry.peek(name)
+    try:
+        registry = Registry.peek(name)
+    except ShmConnError:
+        return False  # it is there
     there = None if registry is None else registry.id
     if registry is not None:
         registry.close()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from harness import payload
@@ -156,9 +157,11 @@ def test_without_its_doorbells_a_ring_is_read_by_who_comes(ring: str, live: Live
         assert not live.shared.words[SAID]
 
 
-def test_a_drain_and_ls_name_the_ring_that_lost_its_name(ring: str, live: Live) -> None:
+def test_stat_drain_and_doctor_name_the_ring_that_lost_its_name(
+    ring: str, live: Live, tmp_path: Path
+) -> None:
     remove("ring", "registry", "bells", name=ring)
-    for command in (["stat", ring], ["drain", ring, "--to", "/nowhere"], ["doctor"]):
+    for command in (["stat", ring], ["drain", ring, "--to", str(tmp_path)], ["doctor"]):
         ran = subprocess.run(
             [sys.executable, "-c", "from reader.cli import main; main()", *command],
             capture_output=True,
