@@ -259,7 +259,9 @@ def doctor(as_json: JsonOption = False) -> None:
 def bench(
     what: Annotated[
         str,
-        typer.Argument(metavar="ring|files|input", help="Hand-over, drain, or batches."),
+        typer.Argument(
+            metavar="ring|files|input|growth", help="Hand-over, drain, batches, or scans."
+        ),
     ] = "ring",
     sample_mib: Annotated[int, typer.Option(min=1, help="MiB of a sample.")] = 64,
     samples: Annotated[int, typer.Option(min=4, help="Samples of one measurement.")] = 24,
@@ -277,11 +279,16 @@ def bench(
     - `shmconn bench files --samples 12`
     - `shmconn bench input`
     - `shmconn bench ring --sample-mib 16 --json`
+    - `shmconn bench growth`
     """
-    if what not in ("ring", "files", "input"):
-        raise OptionError(f"bench {what!r} is unknown: use ring, files or input")
+    if what not in ("ring", "files", "input", "growth"):
+        raise OptionError(f"bench {what!r} is unknown: use ring, files, input or growth")
     import torch  # noqa: F401  # the processes of a bench would only say that they failed
 
+    if what == "growth":
+        from reader.bench.growth import run as growth
+
+        raise typer.Exit(growth(json_out=as_json))
     if what == "ring":
         from reader.bench.ring import run
     elif what == "files":
@@ -307,7 +314,10 @@ def serve(
     ] = None,
     ring_size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="E.g. 8GiB. [least of 8GiB, 1/4 of free /dev/shm]"),
+        typer.Option(
+            metavar="SIZE",
+            help="E.g. 8GiB. [least of 8GiB, 1/4 of free memory]",
+        ),
     ] = None,
     group: Annotated[
         list[str] | None,

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+import pwd
 import re
 import resource
 import secrets
@@ -19,12 +20,14 @@ from rich.console import Console
 from rich.text import Text
 
 import shmconn
+from reader.remove_ipc import remove_ipc
 from reader.show import fill_of, wait_for
 from shmconn.directory import groups as groups_of
 from shmconn.directory import rings as rings_of
 from shmconn.errors import RingMissing, ShmConnError
 from shmconn.handle import format_size
-from shmconn.segment import headroom
+from shmconn.headroom import headroom
+from shmconn.unlinked import REMEDY, unlinked_rings
 
 OK, WARN, BAD = "ok", "warn", "bad"
 _STYLES = {OK: "green", WARN: "yellow", BAD: "red"}
@@ -95,13 +98,19 @@ def check_shared_memory() -> list[Finding]:
     """Size of /dev/shm, and the memory limit that it counts against."""
     status = os.statvfs(_SHM)
     size = status.f_blocks * status.f_frsize
-    free, limit = headroom()
-    text = f"{_SHM} has {format_size(size)}, {format_size(free)} can be used now"
-    if limit is not None:
-        text += f"; this control group may use {format_size(limit)} of memory, rings included"
+    room = headroom()
+    text = f"{_SHM} has {format_size(size)}, {format_size(room.free)} can be used now"
+    if room.group is not None:
+        text += (
+            f"; control group {room.group.path} allows {format_size(room.group.limit)} of memory, "
+            f"rings included, {format_size(room.group.left)} are left"
+        )
     if size < _SMALL_SHM:
         return [Finding("shared memory", BAD, text, f"give it more: {_HOW}")]
-    if free < size // 10:
+    if room.free < room.shm and room.free < size // 10:
+        remedy = "give the container more memory, or make the rings smaller (ring_size)"
+        return [Finding("shared memory", WARN, text, remedy)]
+    if room.free < size // 10:
         remedy = "free what `shmconn ls` shows as dead with `shmconn rm`, or make the rings smaller"
         return [Finding("shared memory", WARN, text, remedy)]
     return [Finding("shared memory", OK, text)]
@@ -222,6 +231,9 @@ def check_rings() -> list[Finding]:
             groups = groups_of(name)
         except RingMissing:
             continue
+        except ShmConnError as error:
+            found.append(Finding(f"groups of {name}", BAD, str(error)))
+            continue
         full = [ring for ring in rings if ring.name == name and fill_of(ring) >= _FULL]
         for group in groups:
             wait = wait_for(name, group)
@@ -230,7 +242,29 @@ def check_rings() -> list[Finding]:
             fill = "".join(f"; ring {r.generation[:8]} is {fill_of(r):.0%} full" for r in full)
             subject = f"group {group.name or '(not subscribed yet)'} of {name}"
             found.append(Finding(subject, WARN, wait.text + fill, wait.remedy))
+    for lost in unlinked_rings():
+        subject = f"ring {lost.name}.{lost.generation[:8]}"
+        found.append(Finding(subject, BAD, lost.text, REMEDY))
     return found or [Finding("rings", OK, "none is left over")]
+
+
+def check_logout() -> list[Finding]:
+    """Whether a logout takes this user's rings away."""
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # in a container a uid may have no name
+        user = str(os.getuid())
+    found = remove_ipc(os.getuid(), user)
+    if found is None:
+        return [Finding("logout", OK, "no logind here removes shared memory")]
+    if not found.removes:
+        return [Finding("logout", OK, f"rings of {user} stay at the logout: {found.why}")]
+    text = f"when the last session of {user} ends, logind removes the names of rings: {found.why}"
+    remedy = (
+        "set RemoveIPC=no under [Login] in /etc/systemd/logind.conf and restart systemd-logind, or "
+        f"`loginctl enable-linger {user}`, or run vLLM and its readers as a system user"
+    )
+    return [Finding("logout", WARN, text, remedy)]
 
 
 def check_self_test() -> list[Finding]:
@@ -266,5 +300,6 @@ CHECKS: list[Callable[[], list[Finding]]] = [
     check_versions,
     check_servers,
     check_rings,
+    check_logout,
     check_self_test,
 ]

@@ -65,7 +65,7 @@ class ServeOptions:
         model: Folder of a model, or its name on the model hub.
         layers: Layer ids with commas, "2,18,33,36"; None takes `default_layers`.
         ring: Name of the ring; None lets the engine name it.
-        ring_size: Size of the ring, "8GiB"; None takes a quarter of free /dev/shm, 8 GiB at most.
+        ring_size: Size of the ring, "8GiB"; None takes a quarter of what is free, 8 GiB at most.
         groups: Reader groups that are owed every sample from the first one on.
         settings: More options of the connector, each "NAME=VALUE".
         print_only: Show the command on stdout and stop.

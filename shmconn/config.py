@@ -3,7 +3,6 @@
 
 import difflib
 import hashlib
-import os
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from shmconn import layout
 from shmconn.errors import NoSpace, OptionError
 from shmconn.handle import check_name, parse_size
+from shmconn.headroom import headroom
 
 DEFAULT_RING_SIZE = 8 << 30
 # vLLM gives each data-parallel engine its own engine_id by one of these endings.
@@ -39,7 +39,7 @@ class ConnectorConfig(BaseModel):
     Attributes:
         ring: name of the ring; ``None``: derived from the engine's id.
         ring_size: bytes of the segment; ``None``: the least of 8 GiB and a quarter of what is
-            free in /dev/shm.
+            free in /dev/shm, and of what the control groups still allow.
         slots: most samples that the ring holds at once; ``None``: the least of pages and 4,096.
         page_size: bytes; a power of two, 64 KiB or more.
         groups: groups that exist before any reader has joined.
@@ -133,20 +133,19 @@ def default_ring_size(free: int | None = None) -> int:
     """Bytes of the ring if no size is given.
 
     Args:
-        free: bytes that /dev/shm has free; ``None`` asks the kernel.
+        free: bytes that can be taken; ``None`` asks /dev/shm and the control groups.
 
     Raises:
         NoSpace: /dev/shm is not there.
     """
     if free is None:
         try:
-            status = os.statvfs(layout.SHM_DIR)
+            free = headroom().free
         except OSError as error:
             raise NoSpace(
                 f"{layout.SHM_DIR} cannot be used ({error.strerror}): mount a tmpfs there "
                 "(in a container: --shm-size or --ipc=host)"
             ) from error
-        free = status.f_bavail * status.f_frsize
     return min(DEFAULT_RING_SIZE, free // 4)
 
 

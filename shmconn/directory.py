@@ -2,6 +2,7 @@
 """What is on this host: rings, groups and members, looked at without taking part."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from shmconn import layout
 from shmconn.cleanup import Swept, clean_up, try_clean
@@ -10,6 +11,10 @@ from shmconn.handle import check_name
 from shmconn.registry import Registry
 from shmconn.segment import RingSegment, ring_files, split_ring_name
 from shmconn.which import missing_text
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -168,24 +173,28 @@ def groups(name: str) -> list[GroupInfo]:
 
 
 def _group_info(registry: Registry, group: int, attached: list[RingSegment]) -> GroupInfo:
+    import numpy as np
+
     unread: dict[str, int] = {}
     needed: dict[str, int] = {}
     leases = [0] * layout.MEMBERS
     oldest, oldest_id = 0, ""
     for ring in attached:
-        unread[ring.generation] = needed[ring.generation] = 0
-        for slot, seq, code in _needed_slots(ring, group):
-            needed[ring.generation] += 1
-            unread[ring.generation] += code == layout.UNCLAIMED
-            if 1 <= code <= layout.MEMBERS:
-                leases[code - 1] += 1
-            row = ring.shape.row_at(slot)
+        slots, seqs, codes = _needed_slots(ring, group)
+        needed[ring.generation] = len(slots)
+        unread[ring.generation] = int((codes == layout.UNCLAIMED).sum())
+        counts = np.bincount(codes, minlength=layout.MEMBERS + 1)[1 : layout.MEMBERS + 1]
+        leases = [had + int(has) for had, has in zip(leases, counts, strict=True)]
+        # The oldest first; one that is released meanwhile is passed over.
+        for index in seqs.argsort():
+            row = ring.shape.row_at(int(slots[index]))
             when = ring.words.load(row + layout.SLOT_PUBLISHED_AT)
             length = min(ring.words.load(row + layout.SLOT_ID_LENGTH), layout.SLOT_ID_BYTES)
             text = ring.words.read(row + layout.SLOT_ID, length).decode(errors="replace")
-            whole = ring.words.load(ring.shape.seq_at(slot)) == seq
-            if whole and (not oldest or when < oldest):
-                oldest, oldest_id = when, text
+            if ring.words.load(ring.shape.seq_at(int(slots[index]))) == int(seqs[index]):
+                if not oldest or when < oldest:
+                    oldest, oldest_id = when, text
+                break
     named = registry.state(group) == layout.ACTIVE
     return GroupInfo(
         name=registry.group_name(group) if named else "",
@@ -202,19 +211,20 @@ def _group_info(registry: Registry, group: int, attached: list[RingSegment]) -> 
     )
 
 
-def _needed_slots(ring: RingSegment, group: int) -> list[tuple[int, int, int]]:
-    """(slot, seq, code of the hold word) of what a group needs: a look, not a proof."""
+def _needed_slots(
+    ring: RingSegment, group: int
+) -> "tuple[npt.NDArray[np.intp], npt.NDArray[np.uint64], npt.NDArray[np.intp]]":
+    """Slots, seqs and codes of the hold words of what a group needs: a look, not a proof."""
+    import numpy as np
+
     words, shape = ring.words, ring.shape
-    published = words.load(layout.PUBLISHED)
-    start = max(1, words.load(layout.START + 8 * group))
-    seqs = words.copy(layout.SEQ, shape.slots).tolist()
-    holds = words.copy(shape.hold_at(group, 0), shape.slots).tolist()
-    found = []
-    for slot, (seq, hold) in enumerate(zip(seqs, holds, strict=True)):
-        code = hold & 0xFFFF if hold >> 16 == seq else layout.UNCLAIMED
-        if start <= seq <= published and code != layout.RELEASED:
-            found.append((slot, seq, code))
-    return found
+    published = np.uint64(words.load(layout.PUBLISHED))
+    start = np.uint64(max(1, words.load(layout.START + 8 * group)))
+    seqs = words.copy(layout.SEQ, shape.slots)
+    holds = words.copy(shape.hold_at(group, 0), shape.slots)
+    codes = np.where(holds >> np.uint64(16) == seqs, holds & np.uint64(0xFFFF), layout.UNCLAIMED)
+    found = np.flatnonzero((seqs >= start) & (seqs <= published) & (codes != layout.RELEASED))
+    return found, seqs[found], codes[found].astype(np.intp)
 
 
 def _member_info(registry: Registry, group: int, member: int, leases: int) -> MemberInfo:

@@ -5,6 +5,8 @@
 """
 
 import contextlib
+import ctypes
+import errno
 import os
 import time
 
@@ -15,6 +17,7 @@ from shmconn.words import step
 
 # A wake-up that was lost, or never sent, costs one interval.
 INTERVAL_S = 0.1
+_SEM_T = 32  # bytes of the C library's sem_t on x86-64
 
 
 class Doorbell:
@@ -31,12 +34,14 @@ class Doorbell:
         """Opens the semaphore if it is there; only its maker makes it."""
         if self._semaphore is None:
             step("doorbell")
-            flags = posix_ipc.O_CREAT if self._create else 0
             # No descriptor left (OSError): a wake-up less, never a fault in who publishes.
             with contextlib.suppress(posix_ipc.Error, OSError):
+                flags = 0
+                if self._create and not _make(f"sem.{self.name}", self._mode):
+                    flags = posix_ipc.O_CREAT
                 self._semaphore = posix_ipc.Semaphore(f"/{self.name}", flags, self._mode, 0)
                 if self._create and self._mode != 0o600:
-                    # The umask took the group's bits.
+                    # It may have been there, with the mode of another ring's start.
                     os.chmod(f"{SHM_DIR}/sem.{self.name}", self._mode)
         return self._semaphore is not None
 
@@ -71,6 +76,35 @@ class Doorbell:
         semaphore = getattr(self, "_semaphore", None)
         if semaphore is not None:
             semaphore.close()
+
+
+def _make(file_name: str, mode: int) -> bool:
+    """Makes the file of a semaphore, unless it is there; false where the kernel cannot do it so.
+
+    ``sem_open`` begins with a file of a random name, and a kill amid it would leave that one, of
+    which nobody can tell whose it is. A file without a name goes with its process.
+    """
+    fresh = ctypes.create_string_buffer(_SEM_T)
+    ctypes.CDLL(None).sem_init(fresh, 1, 0)
+    folder = os.open(SHM_DIR, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            file = os.open(SHM_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode)
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):
+                return False
+            raise
+        try:
+            os.fchmod(file, mode)  # the umask took the group's bits
+            os.write(file, fresh.raw)
+            with contextlib.suppress(FileExistsError):
+                # Only with a folder's descriptor Python follows the link to the file itself.
+                os.link(f"/proc/self/fd/{file}", file_name, dst_dir_fd=folder)
+        finally:
+            os.close(file)
+    finally:
+        os.close(folder)
+    return True
 
 
 def group_doorbell(name: str, group: int) -> str:

@@ -62,6 +62,23 @@ class Fill:
         """The states as a torch tensor ``[tokens, layers, hidden]`` over the ring's memory."""
         return as_tensor(self.states, self.dtype, (self.tokens, self.layers, self.hidden))
 
+    def copy_from(self, hidden_states: "torch.Tensor") -> None:
+        """Copies states of this shape and dtype, on any device.
+
+        Between two pieces of host memory numpy does it in this thread. torch would use its OpenMP
+        threads, which then spin for milliseconds on the cores of whoever reads.
+        """
+        ours = self.tensor()
+        if hidden_states.device.type != "cpu":
+            ours.copy_(hidden_states)
+            return
+        import numpy as np
+        import torch
+
+        # numpy has no bfloat16; the bits are what is copied.
+        bits = {2: torch.int16, 4: torch.int32}[ours.element_size()]
+        np.copyto(ours.view(bits).numpy(), hidden_states.detach().view(bits).numpy())
+
     def row(self, digest: str) -> bytes:
         """What the slot's row says of it, published now.
 

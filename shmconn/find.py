@@ -75,7 +75,10 @@ def _slots_of(member: Member, view: RingView, wanted: Handle) -> Iterator[tuple[
     words, shape = view.ring.words, view.ring.shape
     published = words.load(layout.PUBLISHED)
     start = max(1, words.load(layout.START + 8 * member.group))
-    for index in words.copy(layout.SEQ, shape.slots).nonzero()[0]:
+    # In this order: a slot that has a seq has its row.
+    there = words.copy(layout.SEQ, shape.slots) != 0
+    numbers = words.column(shape.row_at(0) + layout.SLOT_NUMBER, layout.SLOT_ROW, shape.slots)
+    for index in (there & (numbers == wanted.number)).nonzero()[0]:
         slot = int(index)
         seq = words.load(shape.seq_at(slot))
         number = words.load(shape.row_at(slot) + layout.SLOT_NUMBER)

@@ -76,8 +76,12 @@ class Tombstone:
 
 def tombstones_of(words: Words, number: int) -> Iterator[Tombstone]:
     """The tombstones of a request, each whole between two equal loads of its index."""
-    for index in range(layout.TOMBSTONES):
-        row = layout.TOMBSTONE_TABLE + index * layout.TOMBSTONE
+    # A number of ours was written before what made us look here (settled).
+    numbers = words.column(
+        layout.TOMBSTONE_TABLE + layout.TOMB_NUMBER, layout.TOMBSTONE, layout.TOMBSTONES
+    )
+    for index in (numbers == number).nonzero()[0]:
+        row = layout.TOMBSTONE_TABLE + int(index) * layout.TOMBSTONE
         stamp = words.load(row + layout.TOMB_INDEX)
         if not stamp or words.load(row + layout.TOMB_NUMBER) != number:
             continue

@@ -9,6 +9,7 @@ A forked child inherits the descriptor and would keep a dead parent alive, so it
 It must never be unlocked there: that would free the parent's lock.
 """
 
+import contextlib
 import fcntl
 import os
 import struct
@@ -97,6 +98,14 @@ class LockFile:
         except OSError:
             return False
         return (status.st_dev, status.st_ino) == self.identity
+
+    def unlinked(self) -> bool:
+        """Whether the file has lost its name."""
+        # After a close, also by others behind our back, it is not known.
+        with contextlib.suppress(OSError):
+            status = os.fstat(self.fd)
+            return status.st_nlink == 0 and (status.st_dev, status.st_ino) == self.identity
+        return False
 
     def close(self) -> None:
         """Drops all locks of this file."""

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The producer's private list of free pages: contiguous runs, next-fit around the ring."""
+"""The producer's private list of free pages: contiguous runs, best fit.
 
-from bisect import bisect_left
+Best fit keeps what is held for long close together, so that long runs stay free. Next-fit spreads
+it all around the ring: at a fifth of a ring used it seldom had a third of the ring in one run.
+No placement can promise more than this: where L samples are held, the longest free run is at least
+the free pages over L + 1.
+"""
+
+from bisect import bisect_left, insort
 
 
 class PageRuns:
@@ -10,49 +16,49 @@ class PageRuns:
     def __init__(self, pages: int) -> None:
         self.pages = pages
         self.free = pages
-        self._starts: list[int] = [0] if pages else []
-        self._lengths: dict[int, int] = {0: pages} if pages else {}
-        self._next = 0
+        self._starts: list[int] = []
+        self._lengths: dict[int, int] = {}
+        self._by_length: list[tuple[int, int]] = []  # (length, start), sorted
+        if pages:
+            self._add(0, pages)
 
     def allocate(self, count: int) -> int | None:
-        """First page of a free run of ``count`` pages, or None if there is no such run.
-
-        The search begins where the last one ended, so that long runs are not nibbled at their
-        beginning by every short sample.
-        """
-        if count > self.free:
+        """First page of ``count`` pages in the shortest free run that has them, or None."""
+        index = bisect_left(self._by_length, (count, 0))
+        if index == len(self._by_length):
             return None
-        first = bisect_left(self._starts, self._next)
-        for index in (*range(first, len(self._starts)), *range(first)):
-            start: int = self._starts[index]
-            length = self._lengths[start]
-            if length < count:
-                continue
-            del self._lengths[start]
-            if length == count:
-                del self._starts[index]
-            else:
-                self._starts[index] = start + count
-                self._lengths[start + count] = length - count
-            self.free -= count
-            self._next = start + count
-            return start
-        return None
+        length, start = self._by_length[index]
+        self._remove(start)
+        if length > count:
+            self._add(start + count, length - count)
+        self.free -= count
+        return start
 
     def release(self, start: int, count: int) -> None:
         """Gives a run back and joins it with its free neighbours."""
-        index = bisect_left(self._starts, start)
         self.free += count
-        if index < len(self._starts) and self._starts[index] == start + count:
-            count += self._lengths.pop(self._starts.pop(index))
+        if start + count in self._lengths:
+            count += self._remove(start + count)
+        index = bisect_left(self._starts, start)
         if index > 0:
             before = self._starts[index - 1]
             if before + self._lengths[before] == start:
-                self._lengths[before] += count
-                return
-        self._starts.insert(index, start)
-        self._lengths[start] = count
+                count += self._remove(before)
+                start = before
+        self._add(start, count)
 
     def longest(self) -> int:
         """Pages of the longest free run."""
-        return max(self._lengths.values(), default=0)
+        return self._by_length[-1][0] if self._by_length else 0
+
+    def _add(self, start: int, length: int) -> None:
+        insort(self._starts, start)
+        self._lengths[start] = length
+        insort(self._by_length, (length, start))
+
+    def _remove(self, start: int) -> int:
+        """Takes a run out of the list; returns its length."""
+        length = self._lengths.pop(start)
+        del self._starts[bisect_left(self._starts, start)]
+        del self._by_length[bisect_left(self._by_length, (length, start))]
+        return length

@@ -13,14 +13,16 @@ Reclaim looks at the need of each published slot (need.py), without a lock and w
 need only ever falls.
 """
 
+import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shmconn import layout
 from shmconn.cleanup import try_clean
-from shmconn.doorbell import INTERVAL_S, Doorbell, group_doorbell
+from shmconn.doorbell import Doorbell, group_doorbell
 from shmconn.errors import Closed, OptionError, Oversized
 from shmconn.fill import Fill, Stored, encode_json, encode_token_ids
 from shmconn.handle import Handle, digest_of, format_size
@@ -30,9 +32,12 @@ from shmconn.segment import descriptors_named
 from shmconn.slots import Slots
 from shmconn.stall import Blocker, Stall
 from shmconn.start import Plan, Started, start
+from shmconn.unlinked import NameWatch, unlinked
 
 if TYPE_CHECKING:
     import torch
+
+_LONGEST_WAIT_S = 1e6  # the most that a lock's timeout surely takes
 
 
 class Producer:
@@ -48,6 +53,7 @@ class Producer:
         self._registry = started.registry
         self._bell = started.bell
         self._lock = threading.RLock()
+        self._turn = threading.RLock()  # of the put that waits for room
         self._slots = Slots(self._ring, self._registry)
         self._ledger = Ledger(self._ring.words)
         self._ttl_s = ttl_s
@@ -59,6 +65,9 @@ class Producer:
             Doorbell(group_doorbell(self.name, group)) for group in range(layout.GROUPS)
         ]
         self._stall = Stall(self._registry, self._ring)
+        self._names = NameWatch(
+            f"ring {self.name!r} goes on with the readers that it has, and no other can join it"
+        )
         self._closed = False
 
     # --- life -----------------------------------------------------------------------------------
@@ -235,29 +244,8 @@ class Producer:
             Oversized: the sample is larger than a third of the ring.
             Closed: the ring was closed.
         """
-        shape = tuple(hidden_states.shape)
-        dtype = str(hidden_states.dtype).removeprefix("torch.")
-        want = (len(self.layer_ids), self.hidden_size)
-        if len(shape) != 3 or shape[1:] != want or dtype != self.dtype:
-            raise OptionError(
-                f"hidden_states are {list(shape)} {dtype}; ring {self.name!r} takes "
-                f"[tokens, {want[0]}, {want[1]}] {self.dtype}"
-            )
-        ids = encode_token_ids(token_ids, shape[0])
-        with self._lock:
-            number = self.accepted + 1
-            fill = self._allocate(number, request_id, shape[0], tag, metadata)
-            if fill is None:
-                return None
-            self.accept(number)
-            fill.put_token_ids(ids)
-        try:
-            fill.tensor().copy_(hidden_states)
-        except BaseException:
-            self.discard(fill)
-            self.bury(number, request_id, "fault")
-            raise
-        return self.publish(fill)
+        fill = self._begin(hidden_states, token_ids, request_id, tag, metadata)
+        return None if fill is None else self._finish(fill, hidden_states)
 
     def put(
         self,
@@ -271,22 +259,69 @@ class Producer:
     ) -> Handle:
         """``try_put`` that waits for room, ``timeout`` seconds or for ever.
 
+        Calls of several threads get room in turn: a long sample waits until a run is free that is
+        long enough, and short ones that took each page as it came free would keep it waiting.
+
         Raises:
             TimeoutError: no room came; the message names who holds the oldest sample.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        self._check_open()
+        fill = None
+        if self._turn.acquire(timeout=min(max(0.0, deadline - time.monotonic()), _LONGEST_WAIT_S)):
+            try:
+                begin = partial(self._begin, hidden_states, token_ids, request_id, tag, metadata)
+                fill = self._wait_for_room(deadline, begin)
+            finally:
+                self._turn.release()
+        if fill is None:
+            raise TimeoutError(f"no room within {timeout:g} s: {self.stall_text()}")
+        return self._finish(fill, hidden_states)
+
+    def _wait_for_room(self, deadline: float, begin: Callable[[], Fill | None]) -> Fill | None:
         while True:
             self._bell.clear()
-            handle = self.try_put(
-                hidden_states, token_ids, request_id=request_id, tag=tag, metadata=metadata
-            )
-            if handle is not None:
-                return handle
-            left = INTERVAL_S if deadline is None else deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(f"no room within {timeout:g} s: {self.stall_text()}")
+            fill = begin()
+            left = deadline - time.monotonic()
+            if fill is not None or left <= 0:
+                return fill
             self._bell.wait(left)
             self.expire()
+
+    def _begin(
+        self,
+        hidden_states: "torch.Tensor",
+        token_ids: Any,
+        request_id: str,
+        tag: str | None,
+        metadata: Mapping[str, Any] | None,
+    ) -> Fill | None:
+        """Checks a sample, and accepts it if there is room; its states are still to be copied."""
+        shape = tuple(hidden_states.shape)
+        dtype = str(hidden_states.dtype).removeprefix("torch.")
+        want = (len(self.layer_ids), self.hidden_size)
+        if len(shape) != 3 or shape[1:] != want or dtype != self.dtype:
+            raise OptionError(
+                f"hidden_states are {list(shape)} {dtype}; ring {self.name!r} takes "
+                f"[tokens, {want[0]}, {want[1]}] {self.dtype}"
+            )
+        ids = encode_token_ids(token_ids, shape[0])
+        with self._lock:
+            number = self.accepted + 1
+            fill = self._allocate(number, request_id, shape[0], tag, metadata)
+            if fill is not None:
+                self.accept(number)
+                fill.put_token_ids(ids)
+        return fill
+
+    def _finish(self, fill: Fill, hidden_states: "torch.Tensor") -> Handle:
+        try:
+            fill.copy_from(hidden_states)
+        except BaseException:
+            self.discard(fill)
+            self.bury(fill.number, fill.request_id, "fault")
+            raise
+        return self.publish(fill)
 
     def accept(self, number: int) -> None:
         """Takes note of a request, each once and in any order; one thread calls this."""
@@ -410,6 +445,7 @@ class Producer:
             if not handed_out:
                 self._slots.spare(fill.slot)
             self._ring_bells()
+            self._look_at_names()
             return Handle(self.name, self.generation, fill.number, digest)
 
     def discard(self, fill: Fill) -> None:
@@ -458,6 +494,7 @@ class Producer:
         """Reclaims and expires; to be called now and then while waiting."""
         self.expire()
         self.reclaim()
+        self._look_at_names()
 
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a reader has released something, at most 0.1 s."""
@@ -478,19 +515,22 @@ class Producer:
     def can_progress(self) -> bool:
         """Whether some published slot is needed only by groups that have a live member."""
         with self._lock:
-            return self._stall.can_progress(self._slots.stored)
+            return self._stall.can_progress(self._slots)
 
     def blockers(self) -> list[Blocker]:
         """The groups that need the oldest sample, and the member that holds it."""
         with self._lock:
-            return self._stall.blockers(self._slots.stored)
+            return self._stall.blockers(self._slots)
 
     def stall_text(self) -> str:
         """One line for people: how full, what is oldest, who holds it, what helps."""
         with self._lock:
-            return self._stall.text(self._slots.stored, self.free_pages, self.free_slots)
+            return self._stall.text(self._slots)
 
     # --- small things ---------------------------------------------------------------------------
+
+    def _look_at_names(self) -> None:
+        self._names.look(lambda: unlinked(self._ring.file, self._registry.file))
 
     def _store(self, at: int, value: int) -> None:
         self._ring.words.store(at, value)

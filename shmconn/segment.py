@@ -14,7 +14,6 @@ import re
 import resource
 import stat
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import posix_ipc
@@ -29,7 +28,7 @@ from shmconn.errors import (
     RingMissing,
     SegmentCorrupt,
 )
-from shmconn.handle import format_size
+from shmconn.headroom import headroom
 from shmconn.layout import RingShape
 from shmconn.liveness import LockFile
 from shmconn.words import Words, step
@@ -115,9 +114,9 @@ class ShmFile:
         """
         step("reserve")
         os.ftruncate(self._fd, 0)
-        free, limit = headroom()
-        if size > free:
-            raise NoSpace(_space_text(what, size, free, limit))
+        room = headroom()
+        if size > room.free:
+            raise NoSpace(room.refusal(what, size))
         done = 0
         try:
             while done < size:
@@ -127,7 +126,8 @@ class ShmFile:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
-            raise NoSpace(_space_text(what, size, headroom()[0] + done, limit)) from error
+            room = headroom()
+            raise NoSpace(room._replace(shm=room.shm + done).refusal(what, size)) from error
 
     def map(self, length: int) -> mmap.mmap:
         """The first ``length`` bytes; page tables are filled at once."""
@@ -338,47 +338,11 @@ def descriptors_named(what: str) -> Iterator[None]:
         raise NoDescriptors(f"{what} takes a file descriptor, and {text}") from error
 
 
-def headroom() -> tuple[int, int | None]:
-    """Bytes that can be reserved in /dev/shm now, and the control group's memory limit.
-
-    tmpfs counts against the control group, which answers by killing, not by ENOSPC.
-    """
-    status = os.statvfs(layout.SHM_DIR)
-    free = status.f_bavail * status.f_frsize
-    limit = _number("/sys/fs/cgroup/memory.max")
-    used = _number("/sys/fs/cgroup/memory.current")
-    if limit is None or used is None:
-        return free, None
-    cache = 0
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key in ("active_file", "inactive_file"):
-                cache += int(value)
-    return min(free, max(0, limit - used + cache)), limit
-
-
 def _is_regular(name: str) -> bool:
     try:
         return stat.S_ISREG(os.lstat(path_of(name)).st_mode)
     except FileNotFoundError:
         return True
-
-
-def _number(path: str) -> int | None:
-    try:
-        return int(Path(path).read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _space_text(what: str, size: int, free: int, limit: int | None) -> str:
-    group = f" (memory limit of this control group: {format_size(limit)})" if limit else ""
-    return (
-        f"{what} needs {format_size(size)} in {layout.SHM_DIR}, {format_size(free)} are free"
-        f"{group}. Make the ring smaller, give the container more (docker run --shm-size=..., or "
-        "--ipc=host), or free what `shmconn ls` shows as dead with `shmconn rm`"
-    )
 
 
 def _access_text(name: str) -> str:

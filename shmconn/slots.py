@@ -4,15 +4,19 @@ when. It takes back what no group needs any more, by looking, and never waits fo
 """
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shmconn import layout
 from shmconn.fill import Stored
-from shmconn.need import needed
+from shmconn.need import needed, wanted
 from shmconn.pages import PageRuns
 from shmconn.registry import Registry
 from shmconn.segment import RingSegment
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 class Slots:
@@ -24,12 +28,14 @@ class Slots:
         self.pages = PageRuns(ring.shape.pages)
         self.free = deque(range(ring.shape.slots))
         self.stored: dict[int, Stored] = {}  # published ones, in order of publishing
-        # seq of each published slot, 0 elsewhere: what the shared column holds, kept apart.
-        self._seqs = np.zeros(ring.shape.slots, dtype=np.uint64)
+        self.refused = 0  # pages that the last take asked for in vain; 0 = it found them
+        # Of each published slot, 0 elsewhere: what the shared column holds, kept apart.
+        self.seqs = np.zeros(ring.shape.slots, dtype=np.uint64)
 
     def take(self, pages: int) -> tuple[int, int] | None:
         """A free slot and the first page of a free run, or None."""
         first = self.pages.allocate(pages) if self.free else None
+        self.refused = pages if first is None else 0
         if first is None:
             return None
         slot = self.free.popleft()
@@ -38,7 +44,7 @@ class Slots:
 
     def keep(self, slot: int, stored: Stored) -> None:
         """Takes note of a slot that was published."""
-        self._seqs[slot] = stored.seq
+        self.seqs[slot] = stored.seq
         self.stored[slot] = stored
 
     def give_back(self, slot: int, first_page: int, pages: int) -> None:
@@ -61,21 +67,17 @@ class Slots:
         ]
         for slot in done:
             self._ring.words.store(self._ring.shape.seq_at(slot), 0)
-            self._seqs[slot] = 0
+            self.seqs[slot] = 0
             stored = self.stored.pop(slot)
             self.give_back(slot, stored.first_page, stored.pages)
         return len(done)
 
     def _candidates(self) -> list[int]:
         """Slots worth a look, by a copy of the hold words: a hint, never a proof."""
-        words, shape = self._ring.words, self._ring.shape
-        free = self._seqs != np.uint64(0)
-        released = self._seqs << np.uint64(16) | np.uint64(layout.RELEASED)
+        free = self.seqs != np.uint64(0)
         for group, state in enumerate(self._registry.states()):
             if state != layout.FREE:
-                start = words.load(layout.START + 8 * group)
-                hold = words.copy(shape.hold_at(group, 0), shape.slots)
-                free &= (hold == released) | (self._seqs < np.uint64(start))
+                free &= ~wanted(self._ring, group, self.seqs)
         return [int(slot) for slot in np.flatnonzero(free)]
 
     def _heal_registering(self) -> None:
@@ -96,26 +98,35 @@ class Slots:
         """
         if not self.stored or next(iter(self.stored.values())).since >= before:
             return []
-        return self._expire_by_handle(
-            [(slot, kept) for slot, kept in self.stored.items() if kept.since < before]
-        )
+        # In order of publishing, so the newest of the old ones tells which are old.
+        newest = next(kept.seq for kept in reversed(self.stored.values()) if kept.since < before)
+        return self._expire_by_handle(self.seqs <= np.uint64(newest))
 
     def spare(self, slot: int) -> None:
         """Releases a slot for groups by handle, as nobody will ask for it.
 
         While a member of such a group claims, it is left to ``expire``.
         """
-        self._expire_by_handle([(slot, self.stored[slot])])
+        only = np.zeros(len(self.seqs), dtype=bool)
+        only[slot] = True
+        self._expire_by_handle(only)
 
-    def _expire_by_handle(self, old: list[tuple[int, Stored]]) -> list[tuple[int, Stored]]:
+    def _expire_by_handle(self, old: "npt.NDArray[np.bool_]") -> list[tuple[int, Stored]]:
+        """``expire`` of the slots in a mask."""
         expired: list[tuple[int, Stored]] = []
         registry = self._registry
         for group in range(layout.GROUPS):
             if registry.state(group) != layout.ACTIVE or not registry.by_handle(group):
                 continue
+            # What was released already is not looked at again.
+            slots = [
+                int(slot) for slot in np.flatnonzero(old & wanted(self._ring, group, self.seqs))
+            ]
+            slots.sort(key=lambda slot: self.stored[slot].seq)
             # One try: while a member claims, this waits for the next call.
-            if registry.try_lock_claims(group):
-                expired += [(group, kept) for slot, kept in old if self._expire(group, slot, kept)]
+            if slots and registry.try_lock_claims(group):
+                kept = [(slot, self.stored[slot]) for slot in slots]
+                expired += [(group, one) for slot, one in kept if self._expire(group, slot, one)]
                 registry.unlock_claims(group)
         return expired
 

@@ -4,16 +4,16 @@
 import os
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from shmconn import layout
-from shmconn.fill import Stored
 from shmconn.handle import format_size
-from shmconn.need import needs
+from shmconn.need import needs, wanted
 from shmconn.registry import Registry
 from shmconn.segment import RingSegment
+from shmconn.slots import Slots
+from shmconn.unlinked import unlinked
 
 
 @dataclass(frozen=True)
@@ -115,35 +115,33 @@ class Stall:
                 return True
         return False
 
-    def can_progress(self, stored: Mapping[int, Stored]) -> bool:
+    def can_progress(self, slots: Slots) -> bool:
         """Whether some published slot is needed only by groups with a live member."""
-        stuck = [
-            group
-            for group in range(layout.GROUPS)
-            if self._registry.state(group) != layout.FREE and not self.counts_as_live(group)
-        ]
-        return any(
-            not any(needs(self._registry, self._ring, group, slot, kept.seq) for group in stuck)
-            for slot, kept in stored.items()
-        )
+        free = slots.seqs != 0
+        for group, state in enumerate(self._registry.states()):
+            if state != layout.FREE and not self.counts_as_live(group):
+                if state == layout.REGISTERING:
+                    return False
+                free &= ~wanted(self._ring, group, slots.seqs)
+        return bool(free.any())
 
-    def blockers(self, stored: Mapping[int, Stored]) -> list[Blocker]:
+    def blockers(self, slots: Slots) -> list[Blocker]:
         """The groups that need the oldest sample."""
-        if not stored:
+        if not slots.stored:
             return []
-        slot = min(stored, key=lambda slot: stored[slot].seq)
+        slot, oldest = next(iter(slots.stored.items()))
         return [
-            self._blocker(group, slot, stored)
+            self._blocker(group, slot, slots)
             for group in range(layout.GROUPS)
-            if needs(self._registry, self._ring, group, slot, stored[slot].seq)
+            if needs(self._registry, self._ring, group, slot, oldest.seq)
         ]
 
-    def _blocker(self, group: int, slot: int, stored: Mapping[int, Stored]) -> Blocker:
-        registry, ring = self._registry, self._ring
-        samples = sum(needs(registry, ring, group, s, kept.seq) for s, kept in stored.items())
+    def _blocker(self, group: int, slot: int, slots: Slots) -> Blocker:
+        registry, ring, stored = self._registry, self._ring, slots.stored
         if registry.state(group) == layout.REGISTERING:
             maker = registry.words.load(layout.NOTE_R)
-            return Blocker("", group, False, maker, "", True, samples, joining=True)
+            return Blocker("", group, False, maker, "", True, len(stored), joining=True)
+        samples = int(wanted(ring, group, slots.seqs).sum())
         word = ring.words.load(ring.shape.hold_at(group, slot))
         code = word & 0xFFFF
         claimed = word >> 16 == stored[slot].seq and 1 <= code <= layout.MEMBERS
@@ -157,19 +155,34 @@ class Stall:
             samples=samples,
         )
 
-    def text(self, stored: Mapping[int, Stored], free_pages: int, free_slots: int) -> str:
+    def text(self, slots: Slots) -> str:
         """One line: how full the ring is, which sample is oldest, who holds it, what helps."""
         shape = self._ring.shape
         name = self._ring.name
-        used = format_size((shape.pages - free_pages) * shape.page_size)
+        stored = slots.stored
+        used = format_size((shape.pages - slots.pages.free) * shape.page_size)
         line = (
             f"ring {name!r} holds {len(stored)} samples, {used} of "
-            f"{format_size(shape.pages * shape.page_size)}, {free_slots} of {shape.slots} slots "
-            "are free"
+            f"{format_size(shape.pages * shape.page_size)}, {len(slots.free)} of {shape.slots} "
+            f"slots are free{self._fragmentation(slots)}"
         )
+        if unlinked(self._ring.file, self._registry.file):
+            line += "; its name is gone from /dev/shm, so that no reader can come to it any more"
         if stored:
-            oldest = min(stored.values(), key=lambda kept: kept.seq)
+            oldest = next(iter(stored.values()))
             age = time.monotonic() - oldest.since
             line += f"; oldest sample {oldest.request_id[:80]!r} is {age:.0f} s old"
-        blockers = "; ".join(blocker.text(name) for blocker in self.blockers(stored))
+        blockers = "; ".join(blocker.text(name) for blocker in self.blockers(slots))
         return f"{line}; {blockers or 'nobody needs it any more'}"
+
+    def _fragmentation(self, slots: Slots) -> str:
+        """Why a sample waits though its bytes are free: not in one run."""
+        pages, page_size = slots.pages, self._ring.shape.page_size
+        if not slots.free or not slots.refused or slots.refused > pages.free:
+            return ""
+        return (
+            f"; the next sample needs {format_size(slots.refused * page_size)} in one run: "
+            f"{format_size(pages.free * page_size)} are free, but the longest run is "
+            f"{format_size(pages.longest() * page_size)}, since samples that are still held lie "
+            "between (fragmentation): it comes when they are released, or take a larger ring_size"
+        )

@@ -31,7 +31,8 @@ from shmconn.handle import Handle, check_name
 from shmconn.member import Member
 from shmconn.registry import Group
 from shmconn.sample import Sample
-from shmconn.segment import RingSegment, descriptors_named, ring_files
+from shmconn.segment import RingSegment, descriptors_named, path_of, ring_files
+from shmconn.unlinked import CAUSE, REMEDY
 from shmconn.views import RingEnd, Views
 from shmconn.which import missing_text, the_only_ring
 
@@ -230,6 +231,8 @@ class Subscription:
             return
         if self._member.registry.words.load(layout.EPOCH) != epoch:
             return
+        if self._follow or not self.ends:
+            self._check_not_cut_off()
         if not self.ends:
             self._check_waiting()
             return
@@ -245,6 +248,15 @@ class Subscription:
                 f"{sum(max(0, e.accepted - e.settled) for e in died)} of them were never published",
                 accepted=sum(end.accepted for end in died),
                 settled=sum(end.settled for end in died),
+            )
+
+    def _check_not_cut_off(self) -> None:
+        """Raises RingMissing if no ring can come any more by the registry that we joined."""
+        if self._views.cut_off():
+            registry = path_of(self._member.registry.file.name)
+            raise RingMissing(
+                f"no further ring {self.name!r} can reach this subscription: {registry} was "
+                f"removed {CAUSE}. Subscribe again; to mend it {REMEDY}"
             )
 
     def _check_waiting(self) -> None:
@@ -302,6 +314,7 @@ class Subscription:
             except Busy as error:
                 self._say_busy(error)
                 return None, f": {error}"
+        self._check_not_cut_off()
         if self._views.all_attached():
             raise SampleGone(
                 f"sample {wanted.number} is of generation {wanted.generation}, which is not "

@@ -16,6 +16,7 @@ from shmconn.doorbell import Doorbell
 from shmconn.errors import ShmConnError
 from shmconn.registry import Registry
 from shmconn.segment import RingSegment, descriptors_named, ring_files, split_ring_name
+from shmconn.unlinked import NameWatch, unlinked
 
 if TYPE_CHECKING:
     from shmconn.pinning import Pinned
@@ -125,6 +126,7 @@ class Views:
         self._lost_in_ended: Counter[str] = Counter()
         self._epoch = -1
         self._looked = False
+        self._names = NameWatch(f"ring {name!r} is read on, but no other reader can join it")
 
     def look(self) -> int:
         """Attaches rings that came since; returns the epoch of the look.
@@ -137,7 +139,18 @@ class Views:
             with descriptors_named(f"the next generation of ring {self._name!r}"):
                 self._attach(epoch)
         self._looked = True
+        self._names.look(self._unlinked)
         return epoch
+
+    def _unlinked(self) -> list[str]:
+        """Names that are gone though they are in use; a ring that has ended loses its name."""
+        rings = [view.ring.file for view in self.live.values()]
+        gone = [file for file in rings if file.locks.unlinked() and file.locks.held(layout.LOCK_P)]
+        return unlinked(*gone, self._registry.file)
+
+    def cut_off(self) -> bool:
+        """Whether the registry lost its name: rings to come will have another."""
+        return bool(unlinked(self._registry.file))
 
     def _attach(self, epoch: int) -> None:
         pending = False

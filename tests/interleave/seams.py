@@ -16,6 +16,7 @@ import pytest
 
 from interleave.scheduler import Killed, Place, Run
 from shmconn import doorbell, layout, segment, words
+from shmconn.headroom import Headroom
 from shmconn.liveness import LockFile
 from shmconn.segment import ShmFile
 from shmconn.words import Words
@@ -127,7 +128,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(doorbell, "unlink", lambda name: True)
     patch.setattr(doorbell.Doorbell, "post", lambda self: None)
     patch.setattr(doorbell.Doorbell, "clear", lambda self: None)
-    patch.setattr(segment, "headroom", lambda: (1 << 40, None))
+    patch.setattr(segment, "headroom", lambda: Headroom(1 << 40))
     _see_words(patch)
     _see_files(patch)
     patch.setattr(sys, "unraisablehook", _unraisable)
@@ -182,7 +183,7 @@ def _saw(*what: Any) -> None:
 
 
 def _see_words(patch: pytest.MonkeyPatch) -> None:
-    load, store, copy = Words.load, Words.store, Words.copy
+    load, store, copy, column = Words.load, Words.store, Words.copy, Words.column
     read, write, init = Words.read, Words.write, Words.__init__
 
     def see_init(self: Words, buffer: Any) -> None:
@@ -209,6 +210,12 @@ def _see_words(patch: pytest.MonkeyPatch) -> None:
         _saw(offset, value.tobytes())
         return value
 
+    def see_column(self: Any, offset: int, stride: int, count: int) -> Any:
+        _about(tuple((self.tag, offset + stride * row) for row in range(count)))
+        value: np.ndarray = column(self, offset, stride, count)
+        _saw(offset, value.tobytes())
+        return value
+
     def see_read(self: Any, offset: int, length: int) -> bytes:
         value = read(self, offset, length)
         acting = _acting()
@@ -227,6 +234,7 @@ def _see_words(patch: pytest.MonkeyPatch) -> None:
         ("load", see_load),
         ("store", see_store),
         ("copy", see_copy),
+        ("column", see_column),
         ("read", see_read),
         ("write", see_write),
     ):

@@ -17,6 +17,7 @@ from interleave import seams
 from interleave.scheduler import Run
 from shmconn import layout, segment
 from shmconn.handle import Handle
+from shmconn.headroom import Headroom
 from shmconn.layout import RingShape
 from shmconn.ledger import tombstones_of
 from shmconn.registry import Registry
@@ -114,7 +115,7 @@ class World:
     @contextlib.contextmanager
     def no_space(self) -> Iterator[None]:
         """/dev/shm is full here."""
-        headroom, segment.headroom = segment.headroom, lambda: (0, None)  # type: ignore[assignment]
+        headroom, segment.headroom = segment.headroom, lambda: Headroom(0)
         try:
             yield
         finally:

@@ -12,24 +12,26 @@ Fill = tuple[int, int, int, int]  # slot, first page, pages, pages written
 Run = tuple[int, int, int, int]  # slot, sequence number, first page, pages
 
 
-def find_run(w: World, taken: tuple[int, ...], at: int, count: int) -> int | None:
-    """Return the first page of a free run, next-fit from `at`, or None."""
-    last = len(w.pages) - count
-    for first in (*range(at, last + 1), *range(min(at, last + 1))):
-        seen = 1 if w.fault is Fault.RUN_BY_ITS_FIRST_PAGE else count
-        wanted = range(first, first + seen)
-        if not any(page in taken for page in wanted):
-            return int(first)
-    return None
+def find_run(w: World, taken: tuple[int, ...], count: int) -> int | None:
+    """Return the first page of the shortest free run that has `count` pages, or None."""
+    best, shortest = None, len(w.pages) + 1
+    for first in range(len(w.pages) - count + 1):
+        if first in taken or (first and first - 1 not in taken):
+            continue
+        length = next(n for n in range(1, len(w.pages) + 1) if first + n in (*taken, len(w.pages)))
+        seen = count if w.fault is Fault.RUN_BY_ITS_FIRST_PAGE else length
+        if count <= seen < shortest:
+            best, shortest = first, seen
+    return best
 
 
 def filling_producer(w: World, sizes: tuple[int, ...], g: int = 0, i: int = 0) -> Program:
     """Publish samples of `sizes` pages in any order, up to two in filling; some are given up."""
     fills: tuple[tuple[int, Fill], ...] = ()  # (request, fill), as begun
     used: tuple[Run, ...] = ()
-    k = n = at = given_up = 0
+    k = n = given_up = 0
     while k < len(sizes) or fills:
-        slot, first = _room(w, fills, used, sizes[k], at) if k < len(sizes) else (-1, -1)
+        slot, first = _room(w, fills, used, sizes[k]) if k < len(sizes) else (-1, -1)
         ways: tuple[tuple[str, int], ...] = ()
         for j, (_, fill) in enumerate(fills):
             ways = (*ways, ("write" if fill[3] < fill[2] else "publish", j))
@@ -46,7 +48,6 @@ def filling_producer(w: World, sizes: tuple[int, ...], g: int = 0, i: int = 0) -
         del ways, way
         if what == "begin":
             k += 1
-            at = (first + sizes[k - 1]) % len(w.pages)
             fills = (*fills, (k, (slot, first, sizes[k - 1], 0)))
             del slot, first, what, j
             continue
@@ -78,7 +79,7 @@ def filling_producer(w: World, sizes: tuple[int, ...], g: int = 0, i: int = 0) -
 
 
 def _room(
-    w: World, fills: tuple[tuple[int, Fill], ...], used: tuple[Run, ...], count: int, at: int
+    w: World, fills: tuple[tuple[int, Fill], ...], used: tuple[Run, ...], count: int
 ) -> tuple[int, int]:
     """Return a free slot and the first page of a free run, or -1 twice."""
     slots = [fill[0] for _, fill in fills] + [run[0] for run in used]
@@ -87,5 +88,5 @@ def _room(
         return -1, -1
     spans = [(fill[1], fill[2]) for _, fill in fills] + [(run[2], run[3]) for run in used]
     taken = tuple(page for first, count_ in spans for page in range(first, first + count_))
-    first = find_run(w, taken, at, count)
+    first = find_run(w, taken, count)
     return (free[0], first) if first is not None else (-1, -1)

@@ -70,6 +70,15 @@ def test_a_copy_is_private() -> None:
     assert copy.tolist() == [0, 0]
 
 
+def test_a_column_has_one_word_of_each_row_and_is_private() -> None:
+    shared = Words(bytearray(7 * 8))
+    for word in range(7):
+        shared.store(8 * word, word)
+    column = shared.column(8, 24, 2)
+    shared.store(8, 9)
+    assert column.tolist() == [1, 4]
+
+
 def test_every_access_passes_the_watcher() -> None:
     seen: list[str] = []
     shared = Words(bytearray(16))
@@ -78,10 +87,11 @@ def test_every_access_passes_the_watcher() -> None:
         shared.load(0)
         shared.store(8, 1)
         shared.copy(0, 1)
+        shared.column(0, 8, 2)
         shared.write(0, b"x")
     finally:
         words.watch(None)
-    assert [name.split()[0] for name in seen] == ["load", "store", "copy", "write"]
+    assert [name.split()[0] for name in seen] == ["load", "store", "copy", "copy", "write"]
 
 
 @pytest.mark.parametrize(
