@@ -389,8 +389,9 @@ class SampleDataset(IterableDataset[Any]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        clean = kind is None or issubclass(kind, ProducerDied | RingMissing)
-        self._end(clean=clean)
+        # The death may be of another dataset's ring: then this group's place is kept.
+        over = kind is not None and issubclass(kind, ProducerDied) and self.died is not None
+        self._end(clean=kind is None or over)
         if kind is None and self.on_death == "raise":
             death = self._words.death(self.name)
             if death is not None:

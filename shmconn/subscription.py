@@ -68,8 +68,8 @@ def subscribe(
     Raises:
         OptionError: a name is wrong, or the group exists with another kind.
         RingMissing: there is no such ring; lists those there are.
-        AccessDenied, LayoutMismatch, SegmentCorrupt, RegistryFull, NoDescriptors, Busy: see the
-            classes.
+        AccessDenied, LayoutMismatch, SegmentCorrupt, RegistryFull, NoDescriptors, NoMemory, Busy:
+            see the classes.
     """
     if group is None:
         raise OptionError("subscribe needs a group: the name of whom you read for, e.g. 'trainer'")
@@ -147,7 +147,9 @@ class Subscription:
         try:
             self._views.look()
         except BaseException:
-            member.leave(clean=True)
+            # Interrupted, or out of memory, while rings were mapped: what the group is owed was
+            # not given up by anybody.
+            self._close(clean=False)
             raise
 
     # --- samples in turn ------------------------------------------------------------------------
@@ -321,7 +323,6 @@ class Subscription:
             if lease.seq == sample.seq and lease.view.generation == sample.handle.generation:
                 lease.give_back()
                 sample.release()
-                self._bell.post()
                 return True
         return False
 
@@ -365,10 +366,20 @@ class Subscription:
         self._closed = True
         if self._member.registry.locks.forked:
             return
-        # Without a ring there is nothing to keep a place for.
-        clean = clean or not (self._views.live or self.ends)
+        # Without a ring there is nothing to keep a place for; one that was not looked at counts.
+        clean = clean or not (self._views.live or self.ends or self._views.any_there())
         if clean and not self.ended and not self.by_handle:
             self._warn_of_unread()
+        if not clean and not (self._views.live or self.ends):
+            _log.warning(
+                "group %r of ring %r keeps its place, and its unread samples, although this "
+                "process has read nothing: subscribe again, or give them up with "
+                "`shmconn groups rm %s %s`",
+                self.group,
+                self.name,
+                self.name,
+                self.group,
+            )
         with self._looking:
             self._views.clear()
             self._member.leave(clean=clean)
@@ -386,6 +397,11 @@ class Subscription:
                 unread,
             )
 
+    def _all_read(self) -> bool:
+        """Whether every ring is over and read; an error may be of another ring, or one handle."""
+        live = list(self._views.live.values())
+        return self.ended or (all(view.fate() for view in live) and not self.unread())
+
     def _check_open(self) -> None:
         self._member.registry.locks.check_process()
         if self._closed:
@@ -400,5 +416,6 @@ class Subscription:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After a producer's death all is read: nothing is left to keep the place for.
-        self._close(clean=kind is None or issubclass(kind, ProducerDied | RingMissing))
+        # Once all is read of a producer that died, nothing is left to keep the place for.
+        over = kind is not None and issubclass(kind, ProducerDied) and self._all_read()
+        self._close(clean=kind is None or over)
