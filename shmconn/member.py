@@ -53,6 +53,7 @@ class Member:
         self.claiming = threading.RLock()
         self.bell = Doorbell(group_doorbell(registry.name, group))
         self.leaving = False
+        self.place_kept = False  # leaving like a death
         self.left = False
         self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -240,6 +241,7 @@ class Member:
         """Leaves once the last lease has ended; not clean = the place is kept, like a death."""
         # Set before the look at the leases: a lease that ends later tells the queue.
         with self.claiming:
+            self.place_kept = not clean
             self.leaving = True
         if self.leases:
             _leavers[self] = clean
@@ -284,9 +286,13 @@ class Lease:
 
     def follow(self, buffer: Any) -> None:
         """Ends the lease when ``buffer`` and every view of it are gone."""
-        self.finalizer = weakref.finalize(buffer, self.end, layout.RELEASED)
+        self.finalizer = weakref.finalize(buffer, self._end_with_views)
         # At interpreter exit a tensor may still be in use; only a clean close releases then.
         self.finalizer.atexit = False
+
+    def _end_with_views(self) -> None:
+        """Releases; but what an exception found in use comes again, as after a death."""
+        self.end(layout.UNCLAIMED if self.member.place_kept else layout.RELEASED)
 
     def end(self, code: int) -> None:
         """Stores the word: released, or unclaimed to give it back. Needs no lock."""
@@ -298,6 +304,8 @@ class Lease:
             self.view.bell.post()
             if code == layout.RELEASED:
                 self.member._count(layout.MEMBER_RELEASED, 1)
+            else:
+                self.member.bell.post()
         self.member.leases.discard(self)
         if self.member.leaving:
             self.member.ended.put(None)
