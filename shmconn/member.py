@@ -83,6 +83,8 @@ class Member:
 
     def _sweep(self) -> None:
         """Gives back what a dead owner of our row had claimed. Under R."""
+        import numpy as np
+
         self.registry.lock_claims(self.group, time.monotonic() + _SWEEP_WAIT_S)
         try:
             for file_name in ring_files(self.registry.name):
@@ -92,11 +94,12 @@ class Member:
                     continue  # we can have claimed nothing of it
                 if ring is None or ring.registry_id != self.registry.id:
                     continue
-                for slot in range(ring.shape.slots):
-                    at = ring.shape.hold_at(self.group, slot)
+                holds = ring.words.copy(ring.shape.hold_at(self.group, 0), ring.shape.slots)
+                # Only their owner, who is dead, and L's holder store such words: none comes now.
+                for slot in ((holds & np.uint64(0xFFFF)) == np.uint64(self.code)).nonzero()[0]:
+                    at = ring.shape.hold_at(self.group, int(slot))
                     word = ring.words.load(at)
-                    if word & 0xFFFF == self.code:
-                        ring.words.store(at, layout.hold_word(word >> 16, layout.UNCLAIMED))
+                    ring.words.store(at, layout.hold_word(word >> 16, layout.UNCLAIMED))
         finally:
             self.registry.unlock_claims(self.group)
 
@@ -114,12 +117,16 @@ class Member:
             self._check_staying()
             self.registry.lock_claims(self.group, time.monotonic() + _CLAIM_WAIT_S)
             slot, seq, more = -1, 0, False
+            # Mates that were seen alive in this attempt: each is asked for once, not once a sample.
+            live: set[int] = set()
             try:
-                for slot, hint in self._candidates(view):
+                for slot, hint, code in self._candidates(view):
+                    if code in live:
+                        continue
                     if seq:
                         more = True
                         break
-                    seq = self._try_claim(view, slot, hint) and hint
+                    seq = self._try_claim(view, slot, hint, live) and hint
                     taken = slot if seq else -1
             finally:
                 self.registry.unlock_claims(self.group)
@@ -135,7 +142,7 @@ class Member:
             self._check_staying()
             self.registry.lock_claims(self.group, time.monotonic() + _CLAIM_WAIT_S)
             try:
-                got = self._try_claim(view, slot, seq)
+                got = self._try_claim(view, slot, seq, set())
             finally:
                 self.registry.unlock_claims(self.group)
             return self._lease(view, slot, seq) if got else None
@@ -144,28 +151,29 @@ class Member:
         if self.leaving:
             raise Closed(f"this member of ring {self.registry.name!r} is leaving")
 
-    def _candidates(self, view: RingView) -> Iterator[tuple[int, int]]:
-        """Slots and sequences worth a look, oldest first: a hint, never a proof."""
+    def _candidates(self, view: RingView) -> Iterator[tuple[int, int, int]]:
+        """Slots worth a look, oldest first, with sequence and holder: a hint, never a proof."""
         import numpy as np
 
         seqs, holds, wanted = self._columns(view)
-        codes = holds & np.uint64(0xFFFF)
-        mine = codes == np.uint64(self.code)
-        ours = (holds >> np.uint64(16) == seqs) & ((codes == np.uint64(layout.RELEASED)) | mine)
+        codes = np.where(holds >> np.uint64(16) == seqs, holds & np.uint64(0xFFFF), np.uint64(0))
+        ours = (codes == np.uint64(layout.RELEASED)) | (codes == np.uint64(self.code))
         slots = np.flatnonzero(wanted & ~ours)
         if len(slots) > 2 * _FIRST:
             # The oldest few are nearly always enough: a full sort would cost more than the claim.
             parted = slots[np.argpartition(seqs[slots], _FIRST)]
-            yield from self._in_order(seqs, parted[:_FIRST])
+            yield from self._in_order(seqs, codes, parted[:_FIRST])
             slots = parted[_FIRST:]
-        yield from self._in_order(seqs, slots)
+        yield from self._in_order(seqs, codes, slots)
 
     @staticmethod
     def _in_order(
-        seqs: "npt.NDArray[np.uint64]", slots: "npt.NDArray[np.intp]"
-    ) -> Iterator[tuple[int, int]]:
-        for slot in slots[seqs[slots].argsort()]:
-            yield int(slot), int(seqs[slot])
+        seqs: "npt.NDArray[np.uint64]",
+        codes: "npt.NDArray[np.uint64]",
+        slots: "npt.NDArray[np.intp]",
+    ) -> Iterator[tuple[int, int, int]]:
+        slots = slots[seqs[slots].argsort()]
+        yield from zip(slots.tolist(), seqs[slots].tolist(), codes[slots].tolist(), strict=True)
 
     def _columns(
         self, view: RingView
@@ -179,8 +187,11 @@ class Member:
         holds = words.copy(shape.hold_at(self.group, 0), shape.slots)
         return seqs, holds, (seqs >= np.uint64(start)) & (seqs <= np.uint64(published))
 
-    def _try_claim(self, view: RingView, slot: int, seq: int) -> bool:
-        """Stores our claim if the sample is unclaimed or its owner is dead. Under L."""
+    def _try_claim(self, view: RingView, slot: int, seq: int, live: set[int]) -> bool:
+        """Stores our claim if the sample is unclaimed or its owner is dead. Under L.
+
+        An owner that is alive is added to ``live``, by its code.
+        """
         words, shape = view.ring.words, view.ring.shape
         if words.load(shape.seq_at(slot)) != seq:
             return False
@@ -191,7 +202,10 @@ class Member:
             if code in (layout.RELEASED, self.code):
                 return False
             if code != layout.UNCLAIMED:
-                if not 1 <= code <= layout.MEMBERS or self.registry.alive(self.group, code - 1):
+                if not 1 <= code <= layout.MEMBERS:
+                    return False
+                if self.registry.alive(self.group, code - 1):
+                    live.add(code)
                     return False
                 # It may have released before it died, and the slot be filled again since.
                 if words.load(at) != word:
