@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         SampleLost,
         SegmentCorrupt,
         ShmConnError,
+        Standstill,
     )
     from shmconn.handle import Handle
     from shmconn.prefetch import CudaPrefetcher
@@ -80,6 +81,7 @@ __all__ = [
     "SampleGone",
     "SampleLost",
     "SegmentCorrupt",
+    "Standstill",
     "ShmConnError",
     "Subscription",
     "rings",

@@ -122,6 +122,7 @@ class SampleDataset(IterableDataset[Any]):
         Raises:
             RingMissing: there is no such ring.
             ProducerDied, SampleLost: as ``on_death`` and ``on_loss`` say.
+            Standstill: samples that were not let go of fill the ring, for good.
             Closed: the dataset was closed.
         """
         if get_worker_info() is not None:
@@ -225,6 +226,8 @@ class SampleDataset(IterableDataset[Any]):
                 raise
             if sample is None and subscription.ended:
                 return
+            if sample is None and stop is None and self.collator is None:
+                subscription.check_standstill()
             if sample is not None and sample.handle in self._handed_out:
                 sample.release()
                 self._words.count_skipped()
@@ -246,7 +249,9 @@ class SampleDataset(IterableDataset[Any]):
             if packing is not None and not packing.fits(sample):
                 packing, full = None, packing
             try:
-                packing = packing or collator.start(sample)
+                if packing is None:
+                    collator.warn_of_room(self._subscription, sample)
+                    packing = collator.start(sample)
                 packing.add(sample)
             except BaseException:
                 # What is full stays as it was, and whoever comes next meets this sample again.

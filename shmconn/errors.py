@@ -157,6 +157,10 @@ class NotReady(ShmConnError, TimeoutError):
     """The sample did not come within the timeout."""
 
 
+class Standstill(ShmConnError, RuntimeError):
+    """A wait for a sample that only what this very thread holds could end."""
+
+
 class ForkedError(ShmConnError):
     """Used in a forked child of the process that opened it."""
 

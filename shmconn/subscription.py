@@ -32,6 +32,7 @@ from shmconn.member import Member
 from shmconn.registry import Group
 from shmconn.sample import Sample
 from shmconn.segment import RingSegment, descriptors_named, ring_files
+from shmconn.standstill import Watch
 from shmconn.views import RingEnd, Views
 from shmconn.which import missing_text, the_only_ring
 
@@ -137,6 +138,7 @@ class Subscription:
         self._bell = member.bell
         self._views = Views(name, member.registry, follow=follow, pin=pin)
         self.ends: list[RingEnd] = self._views.ends
+        self._watch = Watch(group)
         self._turn = 0
         self._say_busy_at = 0.0
         # One thread at a time looks at the rings, and none while they are let go of.
@@ -175,6 +177,7 @@ class Subscription:
         Raises:
             ProducerDied: all is read, and a producer was killed.
             RingMissing: no ring came within ``wait_s`` of ``subscribe``.
+            Standstill: without a timeout: what this thread holds fills the ring, for good.
             Closed: the subscription was closed.
         """
         if self.by_handle:
@@ -186,6 +189,8 @@ class Subscription:
             sample = self._try_next()
             if sample is not None or self.ended:
                 return sample
+            if deadline is None:
+                self.check_standstill()
             left = INTERVAL_S if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 return None
@@ -214,10 +219,12 @@ class Subscription:
                 _log.error("a sample was lost: %s", error)
                 return None
             if sample is not None:
+                self._watch.reset()
                 return sample
             if fate is not None:
                 self._views.end(view, fate)
         self._look_for_the_end(epoch)
+        self._watch.look(self._member, self._views.live.values())
         return None
 
     def _say_busy(self, error: Busy) -> None:
@@ -300,7 +307,12 @@ class Subscription:
         view = self._views.of(wanted.generation)
         if view is not None:
             try:
-                return find(self._member, view, wanted)
+                sample, held = find(self._member, view, wanted)
+                if sample is None:
+                    self._watch.look(self._member, [view])
+                else:
+                    self._watch.reset()
+                return sample, held
             except Busy as error:
                 self._say_busy(error)
                 return None, f": {error}"
@@ -335,6 +347,22 @@ class Subscription:
     def short_of_room(self) -> bool:
         """Whether a producer waits for room, or may have to for its next sample."""
         return any(view.short_of_room() for view in list(self._views.live.values()))
+
+    def check_standstill(self) -> None:
+        """For a wait that nothing else in this process ends.
+
+        Raises:
+            Standstill: what this thread holds fills the ring, for good; says how much that is.
+        """
+        self._watch.check()
+
+    def tokens_capacity(self, sample: Sample) -> int | None:
+        """Tokens whose states fill the ring of a sample; None of a ring that has ended."""
+        view = self._views.live.get(sample.handle.generation)
+        if view is None or not sample.tokens:
+            return None
+        shape = view.ring.shape
+        return shape.pages * shape.page_size * sample.tokens // max(1, sample.nbytes)
 
     @property
     def lost(self) -> int:
