@@ -119,16 +119,25 @@ class Collator:
         packing: Packing | None = None
         subscription = samples if isinstance(samples, Subscription) else None
         source = iter(samples)
-        while (sample := next(source, None)) is not None:
-            if packing is not None and not packing.fits(sample):
-                batch, packing = packing.finish(), None
-                yield batch
-                del batch
-            if packing is None:
-                self.warn_of_room(subscription, sample)
-                packing = self.start(sample)
-            packing.add(sample)
-            del sample
+        sample: Sample | None = None
+        try:
+            while (sample := next(source, None)) is not None:
+                if packing is not None and not packing.fits(sample):
+                    batch, packing = packing.finish(), None
+                    yield batch
+                    del batch
+                if packing is None:
+                    self.warn_of_room(subscription, sample)
+                    packing = self.start(sample)
+                packing.add(sample)
+                sample = None
+        except BaseException:
+            # Broken off, or failed: what is in hand, and in the batch that is not full, is unused.
+            unused = [] if packing is None else list(packing.samples)
+            if sample is not None and sample not in unused:
+                unused.append(sample)
+            _let_go(unused, subscription)
+            raise
         if packing is not None:
             yield packing.finish()
 
@@ -341,6 +350,18 @@ class _Memory:
         # The tensors keep the memoryview, that keeps the alias; nothing else does.
         weakref.finalize(alias, self._free.append, run).atexit = False
         return torch.frombuffer(alias.data, dtype=torch.uint8), dirty
+
+
+def _let_go(samples: list[Sample], subscription: Subscription | None) -> None:
+    if subscription is not None:
+        for sample in samples:
+            subscription.give_back(sample)
+    elif samples:
+        _log.warning(
+            "%d samples of a batch that was never finished are let go of, unused. Give pack() the "
+            "subscription itself, or use a SampleDataset with a collator, to have them given back",
+            len(samples),
+        )
 
 
 _Run = np.ndarray[Any, np.dtype[np.uint8]]
