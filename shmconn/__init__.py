@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         ShmConnError,
         Standstill,
     )
+    from shmconn.even import EvenBatches
     from shmconn.handle import Handle
     from shmconn.prefetch import CudaPrefetcher
     from shmconn.ring import Producer
@@ -48,6 +49,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Collator": "collate",
     "CudaPrefetcher": "prefetch",
+    "EvenBatches": "even",
     "SampleDataset": "dataset",
     "rings": "directory",
     "Handle": "handle",
@@ -63,6 +65,7 @@ __all__ = [
     "Closed",
     "Collator",
     "CudaPrefetcher",
+    "EvenBatches",
     "ForkedError",
     "Handle",
     "LayoutMismatch",
@@ -81,8 +84,8 @@ __all__ = [
     "SampleGone",
     "SampleLost",
     "SegmentCorrupt",
-    "Standstill",
     "ShmConnError",
+    "Standstill",
     "Subscription",
     "rings",
     "subscribe",
