@@ -7,6 +7,7 @@ attempt begun after that found nothing.
 """
 
 import logging
+import sys
 import threading
 import time
 from collections import Counter
@@ -434,6 +435,19 @@ class Subscription:
         self._member.registry.locks.check_process()
         if self._closed:
             raise Closed(f"the subscription of group {self.group!r} was closed")
+
+    def __del__(self) -> None:
+        # Tensors that are still in use keep the member, and a process that ends needs no word.
+        if getattr(self, "_closed", True) or self._member.leases or sys.is_finalizing():
+            return
+        if not self._member.registry.locks.forked:
+            _log.warning(
+                "a subscription of group %r of ring %r was dropped without close(): the group's "
+                "place and its unread samples are kept, as after a crash. Use it as a `with` "
+                "block, or close() it",
+                self.group,
+                self.name,
+            )
 
     def __enter__(self) -> "Subscription":
         return self

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends before the end: what was read and not used comes again, or is said and counted."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from trainer_tools import any_alive, check, numbers, put, until
 from shmconn import Producer, ProducerDied, subscribe
 from shmconn.collate import Collator
 from shmconn.dataset import SampleDataset
+from shmconn.directory import groups
 
 Make = Callable[..., Producer]
 SAMPLES = 12
@@ -43,6 +45,23 @@ def test_an_exception_gives_back_what_was_in_use(ring: str) -> None:
         del sample
         while subscription.next(0) is not None:
             pass
+
+
+def test_a_subscription_dropped_in_a_reference_cycle_says_that_its_place_is_kept(
+    ring: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cycle: list[Any] = [subscribe(ring, "trainer")]
+    cycle.append(cycle)
+    check(cycle[0].next(5), 0)
+    del cycle
+    gc.collect()
+    assert "group 'trainer' of ring" in caplog.text and "without close()" in caplog.text
+    (group,) = groups(ring)
+    assert not group.alive and sum(group.unread.values()) == SAMPLES - 1
+    with subscribe(ring, "trainer") as subscription:
+        while subscription.next(0) is not None:
+            pass
+    assert caplog.text.count("without close()") == 1
 
 
 def test_another_dataset_s_death_keeps_the_place_in_this_one(ring: str) -> None:
