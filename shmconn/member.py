@@ -11,7 +11,7 @@ A claim, in this order (docs/protocol.md has the why of each):
 """
 
 import atexit
-import contextlib
+import logging
 import queue
 import threading
 import time
@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Any
 from shmconn import layout
 from shmconn.cleanup import try_clean
 from shmconn.doorbell import Doorbell, group_doorbell
-from shmconn.errors import AccessDenied, Closed, LayoutMismatch, SegmentCorrupt
+from shmconn.errors import (
+    AccessDenied,
+    Closed,
+    LayoutMismatch,
+    SegmentCorrupt,
+    ShmConnError,
+)
 from shmconn.registry import Group, Registry
 from shmconn.sample import Facts, Row, Sample
 from shmconn.segment import RingSegment, descriptors_named, ring_files
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+_log = logging.getLogger("shmconn")
 # Longest wait for another member's claim: it holds L for microseconds unless it was stopped.
 _CLAIM_WAIT_S = 0.5
 _SWEEP_WAIT_S = 5.0
@@ -341,8 +348,10 @@ def _leave_at_exit() -> None:
                 lease.give_back()
             elif lease.finalizer is not None:
                 lease.finalizer()
-        with contextlib.suppress(Exception):
+        try:
             member._leave(clean)
+        except ShmConnError as error:
+            _log.warning("at the end of this process its place was kept: %s", error)
 
 
 atexit.register(_leave_at_exit)
