@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ForkedError,
         LayoutMismatch,
         NoDescriptors,
+        NoMemory,
         NoSpace,
         NotReady,
         OptionError,
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
         SampleLost,
         SegmentCorrupt,
         ShmConnError,
+        Standstill,
     )
+    from shmconn.even import EvenBatches
     from shmconn.handle import Handle
     from shmconn.prefetch import CudaPrefetcher
     from shmconn.ring import Producer
@@ -46,6 +49,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Collator": "collate",
     "CudaPrefetcher": "prefetch",
+    "EvenBatches": "even",
     "SampleDataset": "dataset",
     "rings": "directory",
     "Handle": "handle",
@@ -61,10 +65,12 @@ __all__ = [
     "Closed",
     "Collator",
     "CudaPrefetcher",
+    "EvenBatches",
     "ForkedError",
     "Handle",
     "LayoutMismatch",
     "NoDescriptors",
+    "NoMemory",
     "NoSpace",
     "NotReady",
     "OptionError",
@@ -79,6 +85,7 @@ __all__ = [
     "SampleLost",
     "SegmentCorrupt",
     "ShmConnError",
+    "Standstill",
     "Subscription",
     "rings",
     "subscribe",

@@ -6,11 +6,12 @@
     sample = await shmconn.aio.aget(subscription, reply.kv_transfer_params, timeout=30)
 
 All that wait for one subscription share one thread, which sleeps on its doorbell and ends when
-nobody waits. A task that is cancelled loses nothing: a sample that was claimed for it is given back
-to its group.
+nobody waits. A task that is cancelled loses nothing, nor does one whose loop is stopped for good: a
+sample that was claimed for it is given back to its group.
 """
 
 import asyncio
+import contextlib
 import threading
 import time
 import weakref
@@ -79,6 +80,28 @@ class _Samples:
         return sample
 
 
+class _Parcel:
+    """A sample on its way from the thread to its task.
+
+    Whoever drops it unopened gives the sample back: a loop that was stopped and never runs again
+    drops its callbacks, its futures and its tasks without a word.
+    """
+
+    def __init__(self, subscription: Subscription, sample: Sample) -> None:
+        self._unopened = weakref.finalize(self, subscription.give_back, sample)
+        # A process that ends gives back all that it holds.
+        self._unopened.atexit = False
+
+    def open(self) -> Sample | None:
+        """The sample, once: it is the task's from now on."""
+        kept = self._unopened.detach()
+        return None if kept is None else kept[2][0]
+
+    def give_back(self) -> None:
+        """Makes the sample the group's again."""
+        self._unopened()
+
+
 class _Wish:
     """What one task waits for: the sample of a handle, or the next one."""
 
@@ -87,7 +110,7 @@ class _Wish:
         self.timeout = timeout
         self.deadline = None if timeout is None else time.monotonic() + timeout
         self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Sample | None] = self.loop.create_future()
+        self.future: asyncio.Future[_Parcel | None] = self.loop.create_future()
 
     def look(self, subscription: Subscription) -> bool:
         """One look; whether it is settled, one way or the other."""
@@ -110,23 +133,21 @@ class _Wish:
                 return False
         except Exception as caught:
             error = caught
-        try:
-            self.loop.call_soon_threadsafe(self._settle, subscription, sample, error)
-        except RuntimeError:
-            # The loop was closed, and its tasks with it.
-            _give_back(subscription, sample)
+        parcel = None if sample is None else _Parcel(subscription, sample)
+        del sample
+        # A loop that was closed has ended its tasks: then the parcel is dropped.
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self._settle, parcel, error)
         return True
 
-    def _settle(
-        self, subscription: Subscription, sample: Sample | None, error: Exception | None
-    ) -> None:
-        """In the loop of the task."""
+    def _settle(self, parcel: _Parcel | None, error: Exception | None) -> None:
+        """In the loop of the task, which may have been cancelled: then the parcel is dropped."""
         if self.future.done():
-            _give_back(subscription, sample)
-        elif error is not None:
+            return
+        if error is not None:
             self.future.set_exception(error)
         else:
-            self.future.set_result(sample)
+            self.future.set_result(parcel)
 
 
 async def _wait(subscription: Subscription, wish: _Wish) -> Sample | None:
@@ -135,18 +156,16 @@ async def _wait(subscription: Subscription, wish: _Wish) -> Sample | None:
         waiter = _waiters.setdefault(subscription, _Waiter())
     waiter.add(subscription, wish)
     try:
-        return await wish.future
+        parcel = await wish.future
     except asyncio.CancelledError:
         future = wish.future
         if future.done() and not future.cancelled() and future.exception() is None:
-            # It came just before the task was cancelled.
-            _give_back(subscription, future.result())
+            # It came just before the task was cancelled, whose traceback may live long.
+            late = future.result()
+            if late is not None:
+                late.give_back()
         raise
-
-
-def _give_back(subscription: Subscription, sample: Sample | None) -> None:
-    if sample is not None:
-        subscription.give_back(sample)
+    return None if parcel is None else parcel.open()
 
 
 class _Waiter:

@@ -29,6 +29,7 @@ from torch.utils.data import get_worker_info
 from shmconn import layout
 from shmconn.errors import OptionError
 from shmconn.sample import Sample
+from shmconn.subscription import Subscription
 
 _log = logging.getLogger("shmconn")
 
@@ -87,6 +88,7 @@ class Collator:
         self.loss_mask = loss_mask
         self._memory = _Memory()
         self._warned = False
+        self._warned_of_room = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_memory": _Memory()}
@@ -109,18 +111,33 @@ class Collator:
         """Batches of whole samples, each as full as their order allows.
 
         Only a sample of more than ``max_len`` tokens is cut. Leases last until a batch is full: one
-        that takes more than the ring holds waits for ever, where a SampleDataset makes room.
+        that takes more than the ring holds is never filled, where a SampleDataset makes room.
+
+        Raises:
+            Standstill: as ``Subscription.next``.
         """
         packing: Packing | None = None
+        subscription = samples if isinstance(samples, Subscription) else None
         source = iter(samples)
-        while (sample := next(source, None)) is not None:
-            if packing is not None and not packing.fits(sample):
-                batch, packing = packing.finish(), None
-                yield batch
-                del batch
-            packing = packing or self.start(sample)
-            packing.add(sample)
-            del sample
+        sample: Sample | None = None
+        try:
+            while (sample := next(source, None)) is not None:
+                if packing is not None and not packing.fits(sample):
+                    batch, packing = packing.finish(), None
+                    yield batch
+                    del batch
+                if packing is None:
+                    self.warn_of_room(subscription, sample)
+                    packing = self.start(sample)
+                packing.add(sample)
+                sample = None
+        except BaseException:
+            # Broken off, or failed: what is in hand, and in the batch that is not full, is unused.
+            unused = [] if packing is None else list(packing.samples)
+            if sample is not None and sample not in unused:
+                unused.append(sample)
+            _let_go(unused, subscription)
+            raise
         if packing is not None:
             yield packing.finish()
 
@@ -134,6 +151,22 @@ class Collator:
                 self.max_len,
                 tokens,
             )
+
+    def warn_of_room(self, subscription: Subscription | None, sample: Sample) -> None:
+        """Says once that a batch takes more than the ring of its samples."""
+        capacity = subscription.tokens_capacity(sample) if subscription is not None else None
+        if capacity is None or self._warned_of_room or self.max_len <= capacity:
+            return
+        self._warned_of_room = True
+        _log.warning(
+            "a batch of max_len=%d tokens takes more than ring %r, which holds %d tokens: its "
+            "leases cannot last until it is full. A SampleDataset ends them earlier, and a kill "
+            "then loses those samples; Collator.pack alone waits for ever. Make the ring larger "
+            "(ring_size), or max_len smaller",
+            self.max_len,
+            sample.handle.ring,
+            capacity,
+        )
 
     def start(self, sample: Sample) -> "Packing":
         """An empty batch for samples like this one."""
@@ -317,6 +350,18 @@ class _Memory:
         # The tensors keep the memoryview, that keeps the alias; nothing else does.
         weakref.finalize(alias, self._free.append, run).atexit = False
         return torch.frombuffer(alias.data, dtype=torch.uint8), dirty
+
+
+def _let_go(samples: list[Sample], subscription: Subscription | None) -> None:
+    if subscription is not None:
+        for sample in samples:
+            subscription.give_back(sample)
+    elif samples:
+        _log.warning(
+            "%d samples of a batch that was never finished are let go of, unused. Give pack() the "
+            "subscription itself, or use a SampleDataset with a collator, to have them given back",
+            len(samples),
+        )
 
 
 _Run = np.ndarray[Any, np.dtype[np.uint8]]

@@ -94,6 +94,8 @@ class SampleDataset(IterableDataset[Any]):
         self.on_loss = on_loss
         self._options = {"wait_s": wait_s, **options}
         self._handed_out = HandedOut()
+        self._recorded = 0
+        self._dropped = 0
         self._words = TrainerWords()
         self._begin()
 
@@ -122,6 +124,7 @@ class SampleDataset(IterableDataset[Any]):
         Raises:
             RingMissing: there is no such ring.
             ProducerDied, SampleLost: as ``on_death`` and ``on_loss`` say.
+            Standstill: samples that were not let go of fill the ring, for good.
             Closed: the dataset was closed.
         """
         if get_worker_info() is not None:
@@ -165,7 +168,11 @@ class SampleDataset(IterableDataset[Any]):
         # A worker that ends does not always end this generator first.
         leave = Finalize(None, self._leave_worker, (trainer,), exitpriority=1)
         try:
-            yield from self._items(self._subscription, trainer=trainer)
+            for item in self._items(self._subscription, trainer=trainer):
+                self._words.count_handed_over(sum(1 for _ in handles_of(item)))
+                held = [item]
+                del item
+                yield held.pop()
         finally:
             leave()
         if self._died is not None:
@@ -225,6 +232,8 @@ class SampleDataset(IterableDataset[Any]):
                 raise
             if sample is None and subscription.ended:
                 return
+            if sample is None and stop is None and self.collator is None:
+                subscription.check_standstill()
             if sample is not None and sample.handle in self._handed_out:
                 sample.release()
                 self._words.count_skipped()
@@ -246,7 +255,9 @@ class SampleDataset(IterableDataset[Any]):
             if packing is not None and not packing.fits(sample):
                 packing, full = None, packing
             try:
-                packing = packing or collator.start(sample)
+                if packing is None:
+                    collator.warn_of_room(self._subscription, sample)
+                    packing = collator.start(sample)
                 packing.add(sample)
             except BaseException:
                 # What is full stays as it was, and whoever comes next meets this sample again.
@@ -293,6 +304,38 @@ class SampleDataset(IterableDataset[Any]):
         """
         for handle in handles_of(item):
             self._handed_out.add(handle)
+            self._recorded += 1
+
+    def give_back(self, item: Any) -> None:
+        """Takes back what was read and will not be used.
+
+        A sample whose lease is still held is the group's again. What a batch has copied holds no
+        lease: it does not come again, which is said and counted (``dropped``).
+
+        Args:
+            item: as for ``record``.
+        """
+        items = item if isinstance(item, list | tuple) else [item]
+        samples = [one for one in items if isinstance(one, Sample)]
+        subscription = self._subscription
+        back = [one for one in samples if subscription is not None and subscription.give_back(one)]
+        self._drop(sum(1 for _ in handles_of(items)) - len(back))
+
+    def _drop(self, samples: int) -> None:
+        if samples <= 0:
+            return
+        self._dropped += samples
+        _log.warning(
+            "%d samples were read ahead for group %r and are not used: they are gone from the "
+            "ring, are not in state_dict, and do not come again. Read to the end to use all",
+            samples,
+            self.group,
+        )
+
+    @property
+    def dropped(self) -> int:
+        """Samples that were read ahead and never used; they do not come again."""
+        return self._dropped
 
     @property
     def handed_out(self) -> int:
@@ -359,7 +402,11 @@ class SampleDataset(IterableDataset[Any]):
         if self._words.inherited():
             return
         with self._opening:
+            stopped = self._words.stopped
             self._words.stop()
+        if self._recorded and not stopped:
+            # Batches that lie in a loader's queues; a trainer that records nothing is not judged.
+            self._drop(self._words.handed_over - self._recorded)
         name = self.name or (self._subscription.name if self._subscription else None)
         self._leave(clean=clean)
         if clean and name is not None:
@@ -389,8 +436,9 @@ class SampleDataset(IterableDataset[Any]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        clean = kind is None or issubclass(kind, ProducerDied | RingMissing)
-        self._end(clean=clean)
+        # The death may be of another dataset's ring: then this group's place is kept.
+        over = kind is not None and issubclass(kind, ProducerDied) and self.died is not None
+        self._end(clean=kind is None or over)
         if kind is None and self.on_death == "raise":
             death = self._words.death(self.name)
             if death is not None:

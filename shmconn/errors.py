@@ -94,6 +94,19 @@ class NoDescriptors(ShmConnError, OSError):
         return type(self), (str(self),)
 
 
+class NoMemory(ShmConnError, OSError):
+    """The kernel lets this process map no more memory. Nothing is lost: try again later."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(errno.ENOMEM, message)
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+    def __reduce__(self) -> tuple[type["NoMemory"], tuple[str]]:
+        return type(self), (str(self),)
+
+
 class Busy(ShmConnError, TimeoutError):
     """A lock could not be had in time."""
 
@@ -142,6 +155,10 @@ class SampleGone(ShmConnError):
 
 class NotReady(ShmConnError, TimeoutError):
     """The sample did not come within the timeout."""
+
+
+class Standstill(ShmConnError, RuntimeError):
+    """A wait for a sample that only what this very thread holds could end."""
 
 
 class ForkedError(ShmConnError):

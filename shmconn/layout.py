@@ -8,8 +8,8 @@
     +------------------------------+ 256         | published accepted settled.. | one line each
     | states, group rows [16]      |             | start[16]  lost[8]           |
     +------------------------------+ 4096        +------------------------------+ 8192
-    | member rows [16][64]         |             | tombstones [4096]            |
-    +------------------------------+ 266240      +------------------------------+ 270336
+    | member rows [16][256]        |             | tombstones [4096]            |
+    +------------------------------+ 1052672     +------------------------------+ 270336
                                                  | seq[slots]                   |
                                                  | hold[16][slots]              |
                                                  | slot rows [slots]            |
@@ -24,12 +24,13 @@ the same for people, and `docs/protocol.md` who may store what, and when.
 from dataclasses import dataclass
 
 VERSION = 1
+REGISTRY_VERSION = 2
 SHM_DIR = "/dev/shm"
 PREFIX = "shmconn."
 CACHE_LINE = 64
 
 GROUPS = 16
-MEMBERS = 64
+MEMBERS = 256
 TOMBSTONES = 4096
 MAX_SLOTS = 4096
 MAX_LAYERS = 256

@@ -11,7 +11,7 @@ A claim, in this order (docs/protocol.md has the why of each):
 """
 
 import atexit
-import contextlib
+import logging
 import queue
 import threading
 import time
@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Any
 from shmconn import layout
 from shmconn.cleanup import try_clean
 from shmconn.doorbell import Doorbell, group_doorbell
-from shmconn.errors import AccessDenied, Closed, LayoutMismatch, SegmentCorrupt
+from shmconn.errors import (
+    AccessDenied,
+    Closed,
+    LayoutMismatch,
+    SegmentCorrupt,
+    ShmConnError,
+)
 from shmconn.registry import Group, Registry
 from shmconn.sample import Facts, Row, Sample
 from shmconn.segment import RingSegment, descriptors_named, ring_files
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+_log = logging.getLogger("shmconn")
 # Longest wait for another member's claim: it holds L for microseconds unless it was stopped.
 _CLAIM_WAIT_S = 0.5
 _SWEEP_WAIT_S = 5.0
@@ -53,6 +60,7 @@ class Member:
         self.claiming = threading.RLock()
         self.bell = Doorbell(group_doorbell(registry.name, group))
         self.leaving = False
+        self.place_kept = False  # leaving like a death
         self.left = False
         self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -82,6 +90,8 @@ class Member:
 
     def _sweep(self) -> None:
         """Gives back what a dead owner of our row had claimed. Under R."""
+        import numpy as np
+
         self.registry.lock_claims(self.group, time.monotonic() + _SWEEP_WAIT_S)
         try:
             for file_name in ring_files(self.registry.name):
@@ -91,11 +101,12 @@ class Member:
                     continue  # we can have claimed nothing of it
                 if ring is None or ring.registry_id != self.registry.id:
                     continue
-                for slot in range(ring.shape.slots):
-                    at = ring.shape.hold_at(self.group, slot)
+                holds = ring.words.copy(ring.shape.hold_at(self.group, 0), ring.shape.slots)
+                # Only their owner, who is dead, and L's holder store such words: none comes now.
+                for slot in ((holds & np.uint64(0xFFFF)) == np.uint64(self.code)).nonzero()[0]:
+                    at = ring.shape.hold_at(self.group, int(slot))
                     word = ring.words.load(at)
-                    if word & 0xFFFF == self.code:
-                        ring.words.store(at, layout.hold_word(word >> 16, layout.UNCLAIMED))
+                    ring.words.store(at, layout.hold_word(word >> 16, layout.UNCLAIMED))
         finally:
             self.registry.unlock_claims(self.group)
 
@@ -113,12 +124,16 @@ class Member:
             self._check_staying()
             self.registry.lock_claims(self.group, time.monotonic() + _CLAIM_WAIT_S)
             slot, seq, more = -1, 0, False
+            # Mates that were seen alive in this attempt: each is asked for once, not once a sample.
+            live: set[int] = set()
             try:
-                for slot, hint in self._candidates(view):
+                for slot, hint, code in self._candidates(view):
+                    if code in live:
+                        continue
                     if seq:
                         more = True
                         break
-                    seq = self._try_claim(view, slot, hint) and hint
+                    seq = self._try_claim(view, slot, hint, live) and hint
                     taken = slot if seq else -1
             finally:
                 self.registry.unlock_claims(self.group)
@@ -134,7 +149,7 @@ class Member:
             self._check_staying()
             self.registry.lock_claims(self.group, time.monotonic() + _CLAIM_WAIT_S)
             try:
-                got = self._try_claim(view, slot, seq)
+                got = self._try_claim(view, slot, seq, set())
             finally:
                 self.registry.unlock_claims(self.group)
             return self._lease(view, slot, seq) if got else None
@@ -143,28 +158,29 @@ class Member:
         if self.leaving:
             raise Closed(f"this member of ring {self.registry.name!r} is leaving")
 
-    def _candidates(self, view: RingView) -> Iterator[tuple[int, int]]:
-        """Slots and sequences worth a look, oldest first: a hint, never a proof."""
+    def _candidates(self, view: RingView) -> Iterator[tuple[int, int, int]]:
+        """Slots worth a look, oldest first, with sequence and holder: a hint, never a proof."""
         import numpy as np
 
         seqs, holds, wanted = self._columns(view)
-        codes = holds & np.uint64(0xFFFF)
-        mine = codes == np.uint64(self.code)
-        ours = (holds >> np.uint64(16) == seqs) & ((codes == np.uint64(layout.RELEASED)) | mine)
+        codes = np.where(holds >> np.uint64(16) == seqs, holds & np.uint64(0xFFFF), np.uint64(0))
+        ours = (codes == np.uint64(layout.RELEASED)) | (codes == np.uint64(self.code))
         slots = np.flatnonzero(wanted & ~ours)
         if len(slots) > 2 * _FIRST:
             # The oldest few are nearly always enough: a full sort would cost more than the claim.
             parted = slots[np.argpartition(seqs[slots], _FIRST)]
-            yield from self._in_order(seqs, parted[:_FIRST])
+            yield from self._in_order(seqs, codes, parted[:_FIRST])
             slots = parted[_FIRST:]
-        yield from self._in_order(seqs, slots)
+        yield from self._in_order(seqs, codes, slots)
 
     @staticmethod
     def _in_order(
-        seqs: "npt.NDArray[np.uint64]", slots: "npt.NDArray[np.intp]"
-    ) -> Iterator[tuple[int, int]]:
-        for slot in slots[seqs[slots].argsort()]:
-            yield int(slot), int(seqs[slot])
+        seqs: "npt.NDArray[np.uint64]",
+        codes: "npt.NDArray[np.uint64]",
+        slots: "npt.NDArray[np.intp]",
+    ) -> Iterator[tuple[int, int, int]]:
+        slots = slots[seqs[slots].argsort()]
+        yield from zip(slots.tolist(), seqs[slots].tolist(), codes[slots].tolist(), strict=True)
 
     def _columns(
         self, view: RingView
@@ -178,8 +194,11 @@ class Member:
         holds = words.copy(shape.hold_at(self.group, 0), shape.slots)
         return seqs, holds, (seqs >= np.uint64(start)) & (seqs <= np.uint64(published))
 
-    def _try_claim(self, view: RingView, slot: int, seq: int) -> bool:
-        """Stores our claim if the sample is unclaimed or its owner is dead. Under L."""
+    def _try_claim(self, view: RingView, slot: int, seq: int, live: set[int]) -> bool:
+        """Stores our claim if the sample is unclaimed or its owner is dead. Under L.
+
+        An owner that is alive is added to ``live``, by its code.
+        """
         words, shape = view.ring.words, view.ring.shape
         if words.load(shape.seq_at(slot)) != seq:
             return False
@@ -190,7 +209,10 @@ class Member:
             if code in (layout.RELEASED, self.code):
                 return False
             if code != layout.UNCLAIMED:
-                if not 1 <= code <= layout.MEMBERS or self.registry.alive(self.group, code - 1):
+                if not 1 <= code <= layout.MEMBERS:
+                    return False
+                if self.registry.alive(self.group, code - 1):
+                    live.add(code)
                     return False
                 # It may have released before it died, and the slot be filled again since.
                 if words.load(at) != word:
@@ -240,6 +262,7 @@ class Member:
         """Leaves once the last lease has ended; not clean = the place is kept, like a death."""
         # Set before the look at the leases: a lease that ends later tells the queue.
         with self.claiming:
+            self.place_kept = not clean
             self.leaving = True
         if self.leases:
             _leavers[self] = clean
@@ -284,9 +307,13 @@ class Lease:
 
     def follow(self, buffer: Any) -> None:
         """Ends the lease when ``buffer`` and every view of it are gone."""
-        self.finalizer = weakref.finalize(buffer, self.end, layout.RELEASED)
+        self.finalizer = weakref.finalize(buffer, self._end_with_views)
         # At interpreter exit a tensor may still be in use; only a clean close releases then.
         self.finalizer.atexit = False
+
+    def _end_with_views(self) -> None:
+        """Releases; but what an exception found in use comes again, as after a death."""
+        self.end(layout.UNCLAIMED if self.member.place_kept else layout.RELEASED)
 
     def end(self, code: int) -> None:
         """Stores the word: released, or unclaimed to give it back. Needs no lock."""
@@ -298,6 +325,8 @@ class Lease:
             self.view.bell.post()
             if code == layout.RELEASED:
                 self.member._count(layout.MEMBER_RELEASED, 1)
+            else:
+                self.member.bell.post()
         self.member.leases.discard(self)
         if self.member.leaving:
             self.member.ended.put(None)
@@ -319,8 +348,10 @@ def _leave_at_exit() -> None:
                 lease.give_back()
             elif lease.finalizer is not None:
                 lease.finalizer()
-        with contextlib.suppress(Exception):
+        try:
             member._leave(clean)
+        except ShmConnError as error:
+            _log.warning("at the end of this process its place was kept: %s", error)
 
 
 atexit.register(_leave_at_exit)

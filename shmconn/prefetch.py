@@ -12,6 +12,7 @@ ring each sample goes there by one DMA out of the ring; batches in host memory a
 """
 
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ import torch
 from shmconn.dataset import SampleDataset
 from shmconn.errors import OptionError
 
+_log = logging.getLogger("shmconn")
 _LOOK_S = 0.2
 _LOADER_S = 1.0
 
@@ -66,6 +68,7 @@ class CudaPrefetcher:
         self._ready: queue.Queue[Any] = queue.Queue(depth)
         self._stop = threading.Event()
         self._end: list[BaseException | None] = []
+        self._ahead: list[Any] = []  # made ready, and not taken any more
         self._thread = threading.Thread(target=self._run, name="shmconn-prefetch", daemon=True)
         self._thread.start()
 
@@ -116,6 +119,7 @@ class CudaPrefetcher:
                         # So the consumer's stream has nothing to wait for, and leases end early.
                         stream.synchronize()
                     if not self._put(moved):
+                        self._ahead.append(moved)
                         break
                     del moved
         except BaseException as caught:
@@ -153,15 +157,24 @@ class CudaPrefetcher:
         A source of another kind may be waiting for its own next batch, a DataLoader for one of its
         workers: it is waited for 1 s, and the thread ends when that batch comes or its source does.
 
-        No lease is left of it. Those samples were given to this group, so they do not come again,
-        and a dataset's ``state_dict`` does not name them: read to the end to use all. A batch that
-        is not full yet stays with its dataset, for its next iteration or, when it is closed, for
-        the group.
+        Batches hold no lease: their samples do not come again, and a dataset's ``state_dict`` does
+        not name them. The log and the dataset's ``dropped`` say how many they are: read to the end
+        to use all. Samples that are ahead are the group's again. A batch that is not full yet stays
+        with its dataset, for its next iteration or, when it is closed, for the group.
         """
         self._stop.set()
         self._thread.join(None if isinstance(self._source, SampleDataset) else _LOADER_S)
         while not self._ready.empty():
-            self._ready.get_nowait()
+            self._ahead.append(self._ready.get_nowait())
+        ahead, self._ahead = self._ahead, []
+        if isinstance(self._source, SampleDataset):
+            self._source.give_back(ahead)
+        elif ahead:
+            _log.warning(
+                "%d batches were ready ahead of a CudaPrefetcher that was closed: they are not "
+                "used. Read to the end to use all",
+                len(ahead),
+            )
 
     def __enter__(self) -> "CudaPrefetcher":
         return self

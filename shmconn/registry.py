@@ -28,7 +28,7 @@ from shmconn.errors import (
     RingMissing,
     SegmentCorrupt,
 )
-from shmconn.segment import RingSegment, ShmFile, registry_file, ring_files
+from shmconn.segment import RingSegment, ShmFile, path_of, registry_file, ring_files
 from shmconn.words import WORD, Words, step
 
 
@@ -60,11 +60,8 @@ class Registry:
         if head.load(layout.MAGIC) != layout.REGISTRY_MAGIC:
             raise SegmentCorrupt(self.file.name, "magic", "is not that of a registry")
         version = head.load(layout.VERSION_AT)
-        if version != layout.VERSION:
-            raise LayoutMismatch(
-                f"the registry of ring {self.name!r} has layout version {version}, this shmconn "
-                f"reads {layout.VERSION}: use the same shmconn in vLLM and in the reader"
-            )
+        if version != layout.REGISTRY_VERSION:
+            raise LayoutMismatch(_version_text(self.name, version))
         if size != layout.REGISTRY_SIZE or head.load(layout.SIZE_AT) != size:
             raise SegmentCorrupt(self.file.name, "size", f"is {size}, not {layout.REGISTRY_SIZE}")
 
@@ -144,7 +141,7 @@ class Registry:
     def _make(file: ShmFile) -> None:
         file.reserve(layout.REGISTRY_SIZE, f"the registry {file.name!r}")
         words = Words(file.map(layout.REGISTRY_SIZE))
-        words.store(layout.VERSION_AT, layout.VERSION)
+        words.store(layout.VERSION_AT, layout.REGISTRY_VERSION)
         words.store(layout.SIZE_AT, layout.REGISTRY_SIZE)
         words.write(layout.REGISTRY_ID, secrets.token_bytes(16))
         words.store(layout.GROUP_STATES, layout.NAMELESS)
@@ -340,11 +337,11 @@ class Registry:
         """Takes a member row of a group, a dead member's first. Under R.
 
         Raises:
-            RegistryFull: 64 members are alive.
+            RegistryFull: all member rows are taken by live members.
         """
         joined = self.joined(group)
-        rows = joined + [m for m in range(layout.MEMBERS) if m not in joined]
-        for member in rows:
+        free = sorted(set(range(layout.MEMBERS)).difference(joined))
+        for member in joined + free:
             lock = layout.member_lock(group, member)
             # A lock of ours would look free: one registry object joins once.
             if not self.locks.held(lock) and self.locks.try_lock(lock):
@@ -352,7 +349,9 @@ class Registry:
         else:
             raise RegistryFull(
                 f"group {self.group_name(group)!r} of ring {self.name!r} has "
-                f"{layout.MEMBERS} live members, no more fit: use a second group"
+                f"{layout.MEMBERS} live members, no more fit: each rank and each DataLoader worker "
+                "is one, so start fewer workers (num_workers). Another group would be given every "
+                "sample once more"
             )
         row = layout.member_row(group, member)
         host = socket.gethostname().encode()[: layout.HOST_BYTES]
@@ -420,6 +419,16 @@ def _busy_text(name: str, file: ShmFile) -> str:
         f"the registry of ring {name!r} is locked"
         f"{f' by pid {holder}' if holder else ''}: another process is joining, leaving or starting "
         "there, or was stopped (SIGSTOP, a debugger) while it did; continue or end it"
+    )
+
+
+def _version_text(name: str, version: int) -> str:
+    file = registry_file(name)
+    return (
+        f"the registry of ring {name!r} has layout version {version}, this shmconn reads "
+        f"{layout.REGISTRY_VERSION}: use the same shmconn in vLLM and in the reader. If nothing of "
+        "the other version runs any more, remove what it left: rm -f "
+        f"{path_of(file)} {path_of(file)}.* {layout.SHM_DIR}/sem.shmconn.{name}.*"
     )
 
 

@@ -23,11 +23,13 @@ from shmconn.errors import (
     AccessDenied,
     LayoutMismatch,
     NoDescriptors,
+    NoMemory,
     NoSpace,
     OptionError,
     RingMissing,
     SegmentCorrupt,
 )
+from shmconn.handle import format_size
 from shmconn.headroom import headroom
 from shmconn.layout import RingShape
 from shmconn.liveness import LockFile
@@ -130,9 +132,18 @@ class ShmFile:
             raise NoSpace(room._replace(shm=room.shm + done).refusal(what, size)) from error
 
     def map(self, length: int) -> mmap.mmap:
-        """The first ``length`` bytes; page tables are filled at once."""
+        """The first ``length`` bytes; page tables are filled at once.
+
+        Raises:
+            NoMemory: this process may map no more.
+        """
         step("map")
-        return mmap.mmap(self._fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        try:
+            return mmap.mmap(self._fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            raise NoMemory(_memory_text(self.name, length)) from error
 
     def close_descriptor(self) -> None:
         """Closes the descriptor to map by; the locks stay."""
@@ -343,6 +354,18 @@ def _is_regular(name: str) -> bool:
         return stat.S_ISREG(os.lstat(path_of(name)).st_mode)
     except FileNotFoundError:
         return True
+
+
+def _memory_text(name: str, length: int) -> str:
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most == resource.RLIM_INFINITY:
+        why = "raise the sysctl vm.max_map_count, or free memory of this host"
+    else:
+        why = (
+            f"it may have {format_size(most)} of addresses: raise that (ulimit -v; in systemd "
+            "LimitAS=), or make the ring smaller (ring_size)"
+        )
+    return f"this process cannot map {format_size(length)} of segment {name!r}: {why}"
 
 
 def _access_text(name: str) -> str:

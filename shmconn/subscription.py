@@ -7,6 +7,7 @@ attempt begun after that found nothing.
 """
 
 import logging
+import sys
 import threading
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ from shmconn.member import Member
 from shmconn.registry import Group
 from shmconn.sample import Sample
 from shmconn.segment import RingSegment, descriptors_named, path_of, ring_files
+from shmconn.standstill import Watch
 from shmconn.unlinked import CAUSE, REMEDY
 from shmconn.views import RingEnd, Views
 from shmconn.which import missing_text, the_only_ring
@@ -69,8 +71,8 @@ def subscribe(
     Raises:
         OptionError: a name is wrong, or the group exists with another kind.
         RingMissing: there is no such ring; lists those there are.
-        AccessDenied, LayoutMismatch, SegmentCorrupt, RegistryFull, NoDescriptors, Busy: see the
-            classes.
+        AccessDenied, LayoutMismatch, SegmentCorrupt, RegistryFull, NoDescriptors, NoMemory, Busy:
+            see the classes.
     """
     if group is None:
         raise OptionError("subscribe needs a group: the name of whom you read for, e.g. 'trainer'")
@@ -138,6 +140,7 @@ class Subscription:
         self._bell = member.bell
         self._views = Views(name, member.registry, follow=follow, pin=pin)
         self.ends: list[RingEnd] = self._views.ends
+        self._watch = Watch(group)
         self._turn = 0
         self._say_busy_at = 0.0
         # One thread at a time looks at the rings, and none while they are let go of.
@@ -148,7 +151,9 @@ class Subscription:
         try:
             self._views.look()
         except BaseException:
-            member.leave(clean=True)
+            # Interrupted, or out of memory, while rings were mapped: what the group is owed was
+            # not given up by anybody.
+            self._close(clean=False)
             raise
 
     # --- samples in turn ------------------------------------------------------------------------
@@ -174,6 +179,7 @@ class Subscription:
         Raises:
             ProducerDied: all is read, and a producer was killed.
             RingMissing: no ring came within ``wait_s`` of ``subscribe``.
+            Standstill: without a timeout: what this thread holds fills the ring, for good.
             Closed: the subscription was closed.
         """
         if self.by_handle:
@@ -185,6 +191,8 @@ class Subscription:
             sample = self._try_next()
             if sample is not None or self.ended:
                 return sample
+            if deadline is None:
+                self.check_standstill()
             left = INTERVAL_S if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 return None
@@ -213,10 +221,12 @@ class Subscription:
                 _log.error("a sample was lost: %s", error)
                 return None
             if sample is not None:
+                self._watch.reset()
                 return sample
             if fate is not None:
                 self._views.end(view, fate)
         self._look_for_the_end(epoch)
+        self._watch.look(self._member, self._views.live.values())
         return None
 
     def _say_busy(self, error: Busy) -> None:
@@ -310,7 +320,12 @@ class Subscription:
         view = self._views.of(wanted.generation)
         if view is not None:
             try:
-                return find(self._member, view, wanted)
+                sample, held = find(self._member, view, wanted)
+                if sample is None:
+                    self._watch.look(self._member, [view])
+                else:
+                    self._watch.reset()
+                return sample, held
             except Busy as error:
                 self._say_busy(error)
                 return None, f": {error}"
@@ -334,7 +349,6 @@ class Subscription:
             if lease.seq == sample.seq and lease.view.generation == sample.handle.generation:
                 lease.give_back()
                 sample.release()
-                self._bell.post()
                 return True
         return False
 
@@ -347,6 +361,22 @@ class Subscription:
     def short_of_room(self) -> bool:
         """Whether a producer waits for room, or may have to for its next sample."""
         return any(view.short_of_room() for view in list(self._views.live.values()))
+
+    def check_standstill(self) -> None:
+        """For a wait that nothing else in this process ends.
+
+        Raises:
+            Standstill: what this thread holds fills the ring, for good; says how much that is.
+        """
+        self._watch.check()
+
+    def tokens_capacity(self, sample: Sample) -> int | None:
+        """Tokens whose states fill the ring of a sample; None of a ring that has ended."""
+        view = self._views.live.get(sample.handle.generation)
+        if view is None or not sample.tokens:
+            return None
+        shape = view.ring.shape
+        return shape.pages * shape.page_size * sample.tokens // max(1, sample.nbytes)
 
     @property
     def lost(self) -> int:
@@ -378,10 +408,20 @@ class Subscription:
         self._closed = True
         if self._member.registry.locks.forked:
             return
-        # Without a ring there is nothing to keep a place for.
-        clean = clean or not (self._views.live or self.ends)
+        # Without a ring there is nothing to keep a place for; one that was not looked at counts.
+        clean = clean or not (self._views.live or self.ends or self._views.any_there())
         if clean and not self.ended and not self.by_handle:
             self._warn_of_unread()
+        if not clean and not (self._views.live or self.ends):
+            _log.warning(
+                "group %r of ring %r keeps its place, and its unread samples, although this "
+                "process has read nothing: subscribe again, or give them up with "
+                "`shmconn groups rm %s %s`",
+                self.group,
+                self.name,
+                self.name,
+                self.group,
+            )
         with self._looking:
             self._views.clear()
             self._member.leave(clean=clean)
@@ -399,10 +439,28 @@ class Subscription:
                 unread,
             )
 
+    def _all_read(self) -> bool:
+        """Whether every ring is over and read; an error may be of another ring, or one handle."""
+        live = list(self._views.live.values())
+        return self.ended or (all(view.fate() for view in live) and not self.unread())
+
     def _check_open(self) -> None:
         self._member.registry.locks.check_process()
         if self._closed:
             raise Closed(f"the subscription of group {self.group!r} was closed")
+
+    def __del__(self) -> None:
+        # Tensors that are still in use keep the member, and a process that ends needs no word.
+        if getattr(self, "_closed", True) or self._member.leases or sys.is_finalizing():
+            return
+        if not self._member.registry.locks.forked:
+            _log.warning(
+                "a subscription of group %r of ring %r was dropped without close(): the group's "
+                "place and its unread samples are kept, as after a crash. Use it as a `with` "
+                "block, or close() it",
+                self.group,
+                self.name,
+            )
 
     def __enter__(self) -> "Subscription":
         return self
@@ -413,5 +471,6 @@ class Subscription:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After a producer's death all is read: nothing is left to keep the place for.
-        self._close(clean=kind is None or issubclass(kind, ProducerDied | RingMissing))
+        # Once all is read of a producer that died, nothing is left to keep the place for.
+        over = kind is not None and issubclass(kind, ProducerDied) and self._all_read()
+        self._close(clean=kind is None or over)

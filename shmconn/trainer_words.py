@@ -20,7 +20,8 @@ _STOPPED, _DIED, _ACCEPTED, _SETTLED, _JOINED = range(5)
 # From here on one word per worker; the last is of whoever is none.
 _SKIPPED = 5
 _PIDS = _SKIPPED + _WORKERS + 1
-_END = _PIDS + _WORKERS + 1
+_HANDED_OVER = _PIDS + _WORKERS + 1
+_END = _HANDED_OVER + _WORKERS + 1
 
 
 class TrainerWords:
@@ -54,6 +55,10 @@ class TrainerWords:
         """One more sample that had been handed out before."""
         self._words[_SKIPPED + _number()] += 1
 
+    def count_handed_over(self, samples: int) -> None:
+        """So many more samples went to the trainer."""
+        self._words[_HANDED_OVER + _number()] += samples
+
     def note_death(self, error: ProducerDied) -> None:
         """All is read, and the producer was killed."""
         self._words[_ACCEPTED] = error.accepted
@@ -76,6 +81,11 @@ class TrainerWords:
         """Samples that came again, in all workers."""
         return int(self._words[_SKIPPED:_PIDS].sum())
 
+    @property
+    def handed_over(self) -> int:
+        """Samples that all workers gave to the trainer, also what still lies in torch's queues."""
+        return int(self._words[_HANDED_OVER:_END].sum())
+
     def death(self, ring: str | None) -> ProducerDied | None:
         """The end that a worker read, if the producer was killed."""
         if not self._words[_DIED]:
@@ -95,7 +105,7 @@ class TrainerWords:
         torch kills a worker that waits for a sample when its loader ends. That is no crash of the
         training, so it must not keep the group's place.
         """
-        pids = set(self._words[_PIDS:].tolist()) - {0}
+        pids = set(self._words[_PIDS:_HANDED_OVER].tolist()) - {0}
         found = _find(ring, group) if pids else None
         if found is None or found.durable or not found.members:
             return

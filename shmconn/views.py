@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shmconn import layout
 from shmconn.cleanup import try_clean
 from shmconn.doorbell import Doorbell
-from shmconn.errors import ShmConnError
+from shmconn.errors import NoMemory, ShmConnError
 from shmconn.registry import Registry
 from shmconn.segment import RingSegment, descriptors_named, ring_files, split_ring_name
 from shmconn.unlinked import NameWatch, unlinked
@@ -132,7 +132,7 @@ class Views:
         """Attaches rings that came since; returns the epoch of the look.
 
         Raises:
-            NoDescriptors: one could not be opened; the next call tries again.
+            NoDescriptors, NoMemory: one could not be opened; the next call tries again.
         """
         epoch = self._registry.words.load(layout.EPOCH)
         if epoch != self._epoch:
@@ -160,6 +160,8 @@ class Views:
                 continue
             try:
                 ring = RingSegment.attach(file_name, whole=True)
+            except NoMemory:
+                raise  # nothing is wrong with the ring
             except ShmConnError:
                 if not self._follow and not self.live:
                     raise
@@ -187,6 +189,14 @@ class Views:
             split_ring_name(file).generation not in {*self.live, *self._done}
             for file in ring_files(self._name)
         )
+
+    def any_there(self) -> bool:
+        """Whether the name has any ring, also one that was refused or not looked at yet."""
+        try:
+            return bool(ring_files(self._name))
+        except OSError:
+            # No descriptor is left to look with: as if there were one, so nothing is given up.
+            return True
 
     def all_attached(self) -> bool:
         """Whether every ring that there is was looked at."""

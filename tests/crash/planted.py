@@ -84,8 +84,8 @@ def released_at_the_claim(patch: pytest.MonkeyPatch) -> None:
     """A claim counts as the release, so a death loses the sample."""
     claim = Member._try_claim
 
-    def wrong(self: Member, view: RingView, slot: int, seq: int) -> bool:
-        got = claim(self, view, slot, seq)
+    def wrong(self: Member, view: RingView, slot: int, seq: int, live: set[int]) -> bool:
+        got = claim(self, view, slot, seq, live)
         if got:
             at = view.ring.shape.hold_at(self.group, slot)
             view.ring.words.store(at, layout.hold_word(seq, layout.RELEASED))

@@ -5,6 +5,8 @@ import contextlib
 import os
 import random
 import secrets
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from crash.survivors import PAGES, SLOTS, account, create
 from harness import figures, payload
 from harness.isolation import remove_left
 
-from shmconn.directory import remove_group
+from shmconn.directory import groups, remove_group
 from shmconn.errors import OptionError, RingMissing
 from shmconn.ring import Producer
 from shmconn.sample import Sample
@@ -33,6 +35,7 @@ class Careless:
         self.given: list[int] = []
         self.problems: list[str] = []
         self.with_leases = 0
+        self.again = 0
 
     def read_and_raise(self, count: int, keep: int) -> None:
         """Reads so many, releases all but the last few, and raises."""
@@ -50,6 +53,10 @@ class Careless:
                     held.pop(0).release()
                 del sample
             self.with_leases += bool(held)
+            # What was in use has to come again, as after a death.
+            for sample in held:
+                self.given.remove(sample.seq)
+            self.again += len(held)
             raise Thrown
 
     def read_the_rest(self) -> None:
@@ -63,6 +70,22 @@ class Careless:
             if (self.producer.free_pages, self.producer.free_slots) != (PAGES, SLOTS):
                 self.problems.append(f"not free: {self.producer.stall_text()}")
         self.problems += account("group", self.given, 1, self.producer.published)
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+    """Waits for a condition; a hang is a failure that says what did not come."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"timed out waiting for {what}"
+        time.sleep(0.005)
+
+
+def any_alive(ring: str) -> bool:
+    """Whether a ring has any live member."""
+    try:
+        return any(group.alive for group in groups(ring))
+    except RingMissing:
+        return False
 
 
 def throw(ring: str, times: int) -> Careless:
@@ -82,6 +105,7 @@ def throw(ring: str, times: int) -> Careless:
     careless.read_the_rest()
     careless.producer.close()
     # A member that came while the one before was still leaving has left a dead row behind.
+    until(lambda: not any_alive(ring), "the members to leave")
     with contextlib.suppress(RingMissing, OptionError):
         remove_group(ring, "group")
     return careless
@@ -99,6 +123,7 @@ def test_an_exception_anywhere_in_a_reader_costs_no_sample_and_no_page(
         exercised=careless.with_leases,
         failures=len(careless.problems),
         published=careless.producer.published,
+        came_again=careless.again,
         seed=str(SEED),
     )
     assert careless.problems == []

@@ -3,14 +3,16 @@
 
 import mmap
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from harness.isolation import left_of
 
 from shmconn import layout
 from shmconn.cleanup import sweep_others
-from shmconn.directory import groups
+from shmconn.directory import groups, remove_rings
 from shmconn.errors import LayoutMismatch, SegmentCorrupt, ShmConnError
 from shmconn.ring import Producer
 from shmconn.segment import path_of, registry_file
@@ -32,20 +34,41 @@ def start(name: str) -> None:
     Producer.create(name, size="2MiB", layer_ids=[0], hidden_size=8)
 
 
-@pytest.mark.parametrize("size", (layout.REGISTRY_SIZE // 2, layout.REGISTRY_SIZE + 4096))
-def test_a_registry_of_another_version_is_refused_and_not_made_anew(ring: str, size: int) -> None:
+# What version 1 had: 64 members for each of 16 groups.
+OLDER_SIZE = 266_240
+
+
+@pytest.mark.parametrize(
+    ("version", "size"),
+    (
+        (layout.REGISTRY_VERSION - 1, OLDER_SIZE),
+        (layout.REGISTRY_VERSION - 1, layout.REGISTRY_SIZE),
+        (layout.REGISTRY_VERSION + 1, layout.REGISTRY_SIZE // 2),
+        (layout.REGISTRY_VERSION + 1, layout.REGISTRY_SIZE + 4096),
+    ),
+)
+def test_a_registry_of_another_version_is_refused_and_not_made_anew(
+    ring: str, version: int, size: int
+) -> None:
     path = plant(
         ring,
         size,
-        {layout.MAGIC: layout.REGISTRY_MAGIC, layout.VERSION_AT: 2, layout.SIZE_AT: size},
+        {layout.MAGIC: layout.REGISTRY_MAGIC, layout.VERSION_AT: version, layout.SIZE_AT: size},
     )
     before = Path(path).read_bytes()
+    said = set()
     for use in (start, lambda name: subscribe(name, "group", wait_s=1), groups):
-        with pytest.raises(LayoutMismatch, match="version 2"):
+        with pytest.raises(LayoutMismatch, match=f"version {version}, this") as caught:
             use(ring)
+        said.add(str(caught.value))
     sweep_others("another-name")
     assert Path(path).read_bytes() == before
-    os.unlink(path)
+    # The remedy is a command that works.
+    (text,) = said
+    subprocess.run(text[text.index("rm -f") :], shell=True, check=True)
+    assert left_of(ring) == []
+    start(ring)
+    remove_rings(ring)
 
 
 @pytest.mark.parametrize("size", (8, 100, 4096, layout.REGISTRY_SIZE - 1))
@@ -53,7 +76,7 @@ def test_a_registry_that_was_truncated_is_refused_by_name(ring: str, size: int) 
     path = plant(
         ring,
         size,
-        {layout.MAGIC: layout.REGISTRY_MAGIC, layout.VERSION_AT: layout.VERSION},
+        {layout.MAGIC: layout.REGISTRY_MAGIC, layout.VERSION_AT: layout.REGISTRY_VERSION},
     )
     for use in (start, lambda name: subscribe(name, "group", wait_s=1), groups):
         with pytest.raises(SegmentCorrupt, match="size"):

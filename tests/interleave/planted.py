@@ -34,7 +34,7 @@ Fault = Callable[[Patch], None]
 def takeover_without_a_second_look(patch: Patch) -> None:
     """1: a dead member's claim is taken over by the word that was loaded before its death."""
 
-    def wrong(self: Member, view: RingView, slot: int, seq: int) -> bool:
+    def wrong(self: Member, view: RingView, slot: int, seq: int, live: set[int]) -> bool:
         words, shape = view.ring.words, view.ring.shape
         if words.load(shape.seq_at(slot)) != seq:
             return False
@@ -60,7 +60,7 @@ def a_copy_is_taken_for_proof(patch: Patch) -> None:
         self.copied = dict(zip(seqs.tolist(), holds.tolist(), strict=True))  # type: ignore[attr-defined]
         return seqs, holds, wanted
 
-    def wrong(self: Any, view: RingView, slot: int, seq: int) -> bool:
+    def wrong(self: Any, view: RingView, slot: int, seq: int, live: set[int]) -> bool:
         word = self.copied.get(seq, 0)
         code = word & 0xFFFF if word >> 16 == seq else layout.UNCLAIMED
         if code != layout.UNCLAIMED and self.registry.alive(self.group, code - 1):

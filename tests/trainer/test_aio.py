@@ -2,12 +2,13 @@
 """asyncio: awaited samples are the right ones, nobody spins, and cancelling loses nothing."""
 
 import asyncio
+import gc
 import random
 import threading
 from collections.abc import Callable
 
 import pytest
-from trainer_tools import check, give_up, ids, put, states
+from trainer_tools import check, give_up, ids, put, states, until
 
 import shmconn
 from shmconn import NotReady, OptionError, Producer, SampleLost, aio, subscribe
@@ -241,3 +242,60 @@ def test_a_death_ends_iteration_as_it_ends_the_subscription(ring_name: str) -> N
         return seen
 
     assert asyncio.run(run()) == ["r0", "r1", "r2"]
+
+
+class Stopped:
+    """A loop in which one task waits for a sample, and which is stopped at a chosen moment."""
+
+    def __init__(self, subscription: shmconn.Subscription) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.task = self.loop.create_task(aio.anext(subscription))
+        # What the loop says of tasks that it drops is what this is about.
+        self.task._log_destroy_pending = False  # type: ignore[attr-defined]
+        self.run_once()
+
+    def run_once(self) -> None:
+        """One turn: what is ready runs, and what it makes ready does not."""
+        self.loop.call_soon(self.loop.stop)
+        self.loop.run_forever()
+
+    def drop(self) -> None:
+        """The loop ends without another turn."""
+        self.loop.close()
+        del self.loop, self.task
+        gc.collect()
+
+
+@pytest.mark.parametrize("turns", (0, 1), ids=("before the callback", "before the task's turn"))
+def test_a_sample_for_a_loop_that_was_stopped_for_good_is_given_back(
+    make: Callable[..., Producer], turns: int
+) -> None:
+    producer = make()
+    with subscribe(producer.name, "g") as subscription:
+        stopped = Stopped(subscription)
+        put(producer, 1)
+        until(lambda: subscription.leases == 1, "the claim")
+        until(lambda: not any(t.name == "shmconn-aio" for t in threading.enumerate()), "its end")
+        for _ in range(turns):
+            stopped.run_once()
+        assert not stopped.task.done() and subscription.leases == 1
+        stopped.drop()
+        assert subscription.leases == 0
+        sample = subscription.next(5)
+        check(sample, 1)
+        del sample
+
+
+def test_a_loop_that_is_stopped_and_runs_on_gets_its_sample(make: Callable[..., Producer]) -> None:
+    producer = make()
+    with subscribe(producer.name, "g") as subscription:
+        stopped = Stopped(subscription)
+        put(producer, 1)
+        until(lambda: subscription.leases == 1, "the claim")
+        gc.collect()
+        sample = stopped.loop.run_until_complete(stopped.task)
+        check(sample, 1)
+        assert subscription.leases == 1
+        del sample
+        stopped.drop()
+        assert subscription.leases == 0 and subscription.next(0) is None

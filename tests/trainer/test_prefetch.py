@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from trainer_tools import give_up, put, until
+from trainer_tools import give_up, numbers, put, until
 
 from shmconn import OptionError, Producer
 from shmconn.collate import Collator
@@ -81,11 +81,11 @@ def test_close_leaves_no_lease_of_what_was_ahead(
         # The dataset has begun a batch with the sample that did not fit into the last.
         assert subscription.leases == (1 if max_len else 0)
         producer.reclaim()
-        assert producer.shape.slots - producer.free_slots == (4 if max_len else 8)
+        assert producer.shape.slots - producer.free_slots == (4 if max_len else 11)
         assert dataset.handed_out == (2 if max_len else 1)
         rest = list(itertools.islice(dataset, 1))
         assert (rest[0]["handles"] if max_len else [str(rest[0].handle)])[0].split(":")[3] == (
-            "9" if max_len else "5"
+            "9" if max_len else "2"
         )
         del rest
 
@@ -151,3 +151,33 @@ def test_a_close_before_the_thread_has_joined_ends_it(
         may_go.set()
         closing.join(20)
         assert not closing.is_alive()
+
+
+def used(producer: Producer) -> int:
+    """Slots that somebody still needs."""
+    producer.reclaim()
+    return producer.shape.slots - producer.free_slots
+
+
+def test_what_was_ahead_is_said_and_counted_or_given_back(
+    make: Callable[..., Producer], caplog: pytest.LogCaptureFixture
+) -> None:
+    producer = make(groups=["trainer"])
+    for number in range(8):
+        put(producer, number)
+    with SampleDataset(producer.name, collator=Collator(16)) as dataset:
+        batches = CudaPrefetcher(dataset, "cpu", depth=2)
+        taken = next(batches)["handles"]
+        # Two are ready, one waits for its place.
+        until(lambda: used(producer) == 4, "the leases to end")
+        batches.close()
+        assert (len(taken), dataset.handed_out, dataset.dropped) == (1, 1, 3)
+        assert "3 samples were read ahead for group 'trainer' and are not used" in caplog.text
+        # Samples still have their leases: nothing of them is lost.
+        samples = SampleDataset(producer.name)
+        with samples:
+            batches = CudaPrefetcher(samples, "cpu", depth=2)
+            until(lambda: batches._ready.full(), "samples ahead")
+            batches.close()
+            assert samples.dropped == 0
+            assert numbers(samples._open().next(5) for _ in range(3)) == [5, 6, 7]
