@@ -10,9 +10,10 @@ import atexit
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from shmconn.errors import (
     NotReady,
@@ -41,6 +42,7 @@ __all__ = [
 
 LOADER_GROUP = "load-hidden-states"
 _TIMEOUT_S = 300.0
+_LOOK_S = 0.01
 
 
 def load_hidden_states(source: Any, timeout: float = _TIMEOUT_S) -> "dict[str, torch.Tensor]":
@@ -61,11 +63,11 @@ def load_hidden_states(source: Any, timeout: float = _TIMEOUT_S) -> "dict[str, t
     """
     wanted = _parse(source)
     if isinstance(wanted, Path):
-        return _load_file(wanted)
+        return _load_file(wanted, timeout)
     drain = active.get(wanted.ring)
     if drain is not None:
         kept = drain.wait_for(wanted, timeout)
-        return _load_file(kept) if isinstance(kept, Path) else dict(kept)
+        return _load_file(kept, timeout) if isinstance(kept, Path) else dict(kept)
     return _load_by_handle(wanted, timeout)
 
 
@@ -111,17 +113,33 @@ def _parse(source: Any) -> Handle | Path:
     return Handle.parse(params)
 
 
-def _load_file(path: Path) -> "dict[str, torch.Tensor]":
+def _load_file(path: Path, timeout: float) -> "dict[str, torch.Tensor]":
     from safetensors.torch import load_file
 
     with contextlib.suppress(FileNotFoundError), open(f"{path}.lock") as lock:
-        # vLLM's example connector holds it until the file is whole.
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        # vLLM's example connector holds it until the file is whole; anybody may who can read it.
+        deadline = time.monotonic() + timeout
+        while not _shared(lock):
+            if time.monotonic() >= deadline:
+                raise NotReady(
+                    f"{str(path)!r} is still locked by its writer after {timeout:g} s, or by "
+                    f"another process (`lslocks` names it): wait longer, or remove {lock.name!r} "
+                    "if no writer is left"
+                )
+            time.sleep(_LOOK_S)
     try:
         tensors: dict[str, torch.Tensor] = load_file(path, device="cpu")
         return tensors
     except FileNotFoundError:
         raise OptionError(f"there is no file {str(path)!r}, and it is no handle either") from None
+
+
+def _shared(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 # --- asked of the ring itself -------------------------------------------------------------------
