@@ -63,6 +63,11 @@ class Output:
         """Nothing is buffered here."""
 
     @property
+    def digested(self) -> bool:
+        """Whether a digest of all that is written was asked for."""
+        return self._digest is not None
+
+    @property
     def sha256(self) -> str | None:
         """Hex digest of all that was written, if one was asked for."""
         return self._digest.hexdigest() if self._digest is not None else None

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from reader.folder import Folder, lock_file, lock_holders
 from shmconn.errors import OptionError
+from shmconn.identity import Identity
 
 FILE_NAME = "manifest.jsonl"
 _BEGINNING = b'{"handle":'
@@ -44,6 +45,7 @@ class Entry:
         token_ids_sha256: first 16 hex digits for its token ids.
         sha256: of the bytes, if checksums were asked for.
         header: what a format needs to describe the sample inside a larger file.
+        identity: layers, hidden size and dtype; None in a line of an earlier version.
     """
 
     handle: str
@@ -56,6 +58,7 @@ class Entry:
     token_ids_sha256: str
     sha256: str | None = None
     header: dict[str, Any] = field(default_factory=dict)
+    identity: Identity | None = None
 
 
 _FIELDS = {item.name for item in fields(Entry)}
@@ -94,6 +97,8 @@ class Manifest:
         self._tags: dict[bytes, Place] | None = {} if tags else None
         self._file = (0, 0)  # device and inode of what was read
         self._read_to = 0  # bytes of it
+        self._identity: Identity | None = None
+        self._recorded = False  # the file says so, and a mate that began with us would see it
         self.damaged = 0
         try:
             with self._locked() as fd:
@@ -133,6 +138,24 @@ class Manifest:
         """Names of the files that other drains wrote samples to."""
         return {place.file for place in self._places.values()}
 
+    def admit(self, identity: Identity) -> None:
+        """Take a sample's identity for the folder's, unless it has one; to be called after `find`.
+
+        Raises:
+            OptionError: the folder holds samples of another; names both.
+        """
+        with self._lock:
+            self._compare(identity)
+
+    def _compare(self, identity: Identity) -> None:
+        self._identity = self._identity or identity
+        if identity != self._identity:
+            raise OptionError(
+                f"{self._folder.path} holds samples of {self._identity}; this one is of "
+                f"{identity}. One folder holds one kind: drain into another with --to, and with "
+                "this group as --group, so that what it has not read goes there"
+            )
+
     def find_tag(self, tag: str, token_ids_sha256: str) -> Place | None:
         """Where an earlier sample with the same tag and the same token ids is."""
         return (self._tags or {}).get(_key(tag + "\0" + token_ids_sha256))
@@ -142,17 +165,24 @@ class Manifest:
 
         Raises:
             OSError: the disk refused, or another process keeps the file locked; nothing was added.
+            OptionError: as `admit`, where a mate was quicker.
         """
         values = dict(vars(entry))
         if entry.sha256 is None:
             del values["sha256"]
         if not entry.header:
             del values["header"]
+        if entry.identity is None:
+            del values["identity"]
+        else:
+            values["identity"] = entry.identity._asdict()
         line = json.dumps(values, separators=(",", ":")).encode() + b"\n"
         with self._locked() as fd:
             self._repair(fd)
             end = os.lseek(fd, 0, os.SEEK_END)
             self._read(fd, end)
+            if entry.identity is not None:
+                self._compare(entry.identity)
             try:
                 written = os.write(fd, line)
                 if written != len(line):
@@ -166,6 +196,7 @@ class Manifest:
                     os.ftruncate(fd, end)
                 raise
             self._read_to = end + len(line)
+            self._recorded = self._recorded or entry.identity is not None
             self._remember_tag(entry)
 
     def _read(self, fd: int, end: int) -> None:
@@ -176,6 +207,7 @@ class Manifest:
             self._file, self._read_to = (found.st_dev, found.st_ino), 0
             self._places.clear()
             self._tags = None if self._tags is None else {}
+            self._identity, self._recorded = None, False
         with os.fdopen(os.dup(fd), "rb") as lines:
             lines.seek(self._read_to)
             while self._read_to < end and (line := lines.readline()):
@@ -185,6 +217,8 @@ class Manifest:
                     self.damaged += 1
                     continue
                 self._places[_key(entry.handle)] = Place(entry.file, entry.bytes, entry.offset)
+                if entry.identity is not None and not self._recorded:
+                    self._identity, self._recorded = entry.identity, True
                 self._remember_tag(entry)
 
     def _remember_tag(self, entry: Entry) -> None:
@@ -271,8 +305,10 @@ def _parse(line: bytes) -> Entry | None:
     """An entry from its line; None if no drain wrote it."""
     try:
         values = json.loads(line)
+        if "identity" in values:
+            values["identity"] = Identity.of_values(values["identity"])
         entry = Entry(**{key: value for key, value in values.items() if key in _FIELDS})
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, KeyError):
         return None
     texts = (entry.handle, entry.request_id, entry.file, entry.token_ids_sha256)
     numbers = (entry.tokens, entry.bytes, entry.offset)

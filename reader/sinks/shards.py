@@ -17,7 +17,9 @@ from reader.manifest import Entry, Manifest, Place
 from reader.shard_file import NAME, PART, Region, Shard, header_bytes, shard_name
 from reader.sinks import SinkOptions, Stored
 from reader.sinks.safetensors import metadata_of
+from shmconn.checksum import BLANK, KEY, Checksum
 from shmconn.errors import OptionError
+from shmconn.identity import Identity
 
 if TYPE_CHECKING:
     from shmconn.sample import Sample
@@ -51,6 +53,7 @@ class ShardsSink:
         Raises:
             OSError: the disk refused this one, or to seal what is full; the sample has no line in
                 the manifest.
+            OptionError: the folder holds samples of other layers, hidden size or dtype.
         """
         handle = str(sample.handle)
         ids = hashlib.sha256(sample.token_ids_bytes).hexdigest()[:16]
@@ -59,7 +62,7 @@ class ShardsSink:
             known = self._known(sample, handle, ids)
             if known is not None:
                 return Stored(known.file, known.bytes, fresh=False)
-            metadata = metadata_of(sample)
+            metadata = metadata_of(sample) | {KEY: BLANK}
             shard, region = self._place(sample, handle, metadata)
             first, shard.announced = not shard.announced, True
         entry = self._fill(sample, handle, ids, metadata, shard, region)
@@ -116,6 +119,7 @@ class ShardsSink:
 
     def _known(self, sample: "Sample", handle: str, ids: str) -> Place | None:
         found = self.manifest.find(handle)
+        self.manifest.admit(Identity.of(sample))
         if found is None and sample.tag is not None:
             found = self.manifest.find_tag(sample.tag, ids)
         if found is None:
@@ -159,11 +163,14 @@ class ShardsSink:
     ) -> Entry:
         """Write the sample's bytes and describe them."""
         digest = hashlib.sha256() if self._options.checksum else None
+        summed = Checksum(metadata)
         end = region.offset
         for data in (sample.token_ids_bytes, sample.states_bytes):
-            end = write_at(shard.fd, data, end)
-            if digest is not None:
-                digest.update(data)
+            for piece in summed.pieces(data):
+                end = write_at(shard.fd, piece, end)
+                if digest is not None:
+                    digest.update(piece)
+        metadata = metadata | {KEY: str(summed)}
         data_bytes = end - region.offset
         write_at(shard.fd, bytes(region.size - data_bytes), end)
         return Entry(
@@ -176,6 +183,7 @@ class ShardsSink:
             offset=region.offset,
             token_ids_sha256=ids,
             sha256=digest.hexdigest() if digest is not None else None,
+            identity=Identity.of(sample),
             header={"dtype": sample.dtype, "shape": list(sample.shape), "metadata": metadata},
         )
 

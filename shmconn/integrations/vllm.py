@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from shmconn.checksum import check
 from shmconn.errors import (
+    FileCorrupt,
     NotReady,
     OptionError,
     ProducerDied,
@@ -59,6 +61,7 @@ def load_hidden_states(source: Any, timeout: float = _TIMEOUT_S) -> "dict[str, t
     Raises:
         OptionError: none of these, or there is no such file.
         SampleLost, SampleGone, NotReady, ProducerDied: the sample did not come; see the classes.
+        FileCorrupt: the file is not what was written.
         DrainFull: the background drain of this process had no room for it.
     """
     wanted = _parse(source)
@@ -67,7 +70,7 @@ def load_hidden_states(source: Any, timeout: float = _TIMEOUT_S) -> "dict[str, t
     drain = active.get(wanted.ring)
     if drain is not None:
         kept = drain.wait_for(wanted, timeout)
-        return _load_file(kept, timeout) if isinstance(kept, Path) else dict(kept)
+        return _load_file(kept, timeout, wanted) if isinstance(kept, Path) else dict(kept)
     return _load_by_handle(wanted, timeout)
 
 
@@ -113,8 +116,10 @@ def _parse(source: Any) -> Handle | Path:
     return Handle.parse(params)
 
 
-def _load_file(path: Path, timeout: float) -> "dict[str, torch.Tensor]":
-    from safetensors.torch import load_file
+def _load_file(
+    path: Path, timeout: float, handle: Handle | None = None
+) -> "dict[str, torch.Tensor]":
+    from safetensors import SafetensorError, safe_open
 
     with contextlib.suppress(FileNotFoundError), open(f"{path}.lock") as lock:
         # vLLM's example connector holds it until the file is whole; anybody may who can read it.
@@ -128,10 +133,18 @@ def _load_file(path: Path, timeout: float) -> "dict[str, torch.Tensor]":
                 )
             time.sleep(_LOOK_S)
     try:
-        tensors: dict[str, torch.Tensor] = load_file(path, device="cpu")
-        return tensors
+        with safe_open(path, framework="pt", device="cpu") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
     except FileNotFoundError:
         raise OptionError(f"there is no file {str(path)!r}, and it is no handle either") from None
+    except SafetensorError as error:
+        raise FileCorrupt(str(path), "header", str(error)) from None
+    if {"token_ids", "hidden_states"} <= tensors.keys():
+        check(str(path), metadata, tensors["token_ids"], tensors["hidden_states"])
+    if handle is not None and metadata.get("handle") != str(handle):
+        raise FileCorrupt(str(path), "handle", f"is {metadata.get('handle')}, not {handle}")
+    return tensors
 
 
 def _shared(lock: IO[str]) -> bool:

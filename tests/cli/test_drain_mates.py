@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from cli_processes import Process
 from harness import figures
 from test_drain import check, samples
 
+import shmconn
 from reader.service import default_group
 
 # The `shmconn` command, which is killed right after a sample's line, before its release.
@@ -133,3 +135,27 @@ def test_a_shard_that_cannot_be_sealed_at_the_end_is_told_and_sealed_by_the_same
     from shmconn.shards import ShardDataset
 
     assert len(ShardDataset(tmp_path)) == 5 == len(set(lines(tmp_path)))
+
+
+def test_a_folder_of_another_run_is_refused_and_the_samples_go_elsewhere(
+    ring, producer, run, tmp_path
+) -> None:
+    source = producer()
+    source.put(1, 3)
+    source.close()
+    run("drain", ring, "--to", tmp_path / "out")
+    other = shmconn.Producer.create(
+        ring, size="4MiB", layer_ids=[3, 4], hidden_size=128, dtype="float16"
+    )
+    for number in range(1, 4):  # the same tags
+        states = torch.zeros(5, 2, 128, dtype=torch.float16)
+        other.put(states, torch.arange(5), request_id=f"r{number}", tag=f"t{number}")
+    other.close()
+    refused = run("drain", ring, "--to", tmp_path / "out", "--skip-tags", code=2)
+    assert "holds samples of layers [2, 18], hidden size 64, float32" in refused.err
+    assert "this one is of layers [3, 4], hidden size 128, float16" in refused.err
+    group = default_group(str(tmp_path / "out"))
+    assert f"group {group} keeps its place with 3 samples unread" in refused.out
+    check(tmp_path / "out", range(1, 4))
+    run("drain", ring, "--to", tmp_path / "other", "--group", group)
+    assert len(samples(tmp_path / "other")) == 3

@@ -52,12 +52,12 @@ def check(path: Path, samples: list) -> None:
     assert total == sum(sample.tokens > 0 for sample in samples)
 
 
-def test_samples_of_all_sizes_and_dtypes_come_back_from_shards(tmp_path, make_sample) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_samples_of_all_sizes_and_dtypes_come_back_from_shards(
+    tmp_path, make_sample, dtype
+) -> None:
     sink = make_sink(tmp_path)
-    dtypes = ["bfloat16", "float16", "float32"]
-    samples = [
-        make_sample(f"t{i}", dtype=dtypes[i % 3], tokens=i * i % 97, hidden=33) for i in range(300)
-    ]
+    samples = [make_sample(f"t{i}", dtype=dtype, tokens=i * i % 97, hidden=33) for i in range(300)]
     stored = [sink.write(sample) for sample in samples]
     sink.close()
     check(tmp_path, samples)
