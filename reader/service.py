@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -131,7 +132,13 @@ class _Signals:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle SIGINT, SIGTERM and SIGHUP meanwhile; under ``nohup`` SIGHUP stays ignored."""
+        """Handle SIGINT, SIGTERM and SIGHUP meanwhile; under ``nohup`` SIGHUP stays ignored.
+
+        In a thread that is not the main one signals are left to whoever has that one.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         old = {
             signal.SIGINT: signal.signal(signal.SIGINT, self._end),
             signal.SIGTERM: signal.signal(signal.SIGTERM, self._end),
