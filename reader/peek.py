@@ -23,16 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 _TRIES = 5
-_ORDER = (
-    "request_id",
-    "tag",
-    "handle",
-    "layer_ids",
-    "dtype",
-    "shape",
-    "ring",
-    "generation",
-)
+_ORDER = ("request_id", "tag", "handle", "layer_ids", "dtype", "shape", "ring", "generation")
 
 
 @dataclass(frozen=True)
