@@ -120,7 +120,7 @@ def test_no_damage_of_a_file_gives_a_wrong_row(tmp_path: Path, make_sample, form
         counts[outcome] += 1
         wrong += [what] if outcome == "wrong" else []
     figures.record(
-        "T17",
+        "27",
         f"damaged files of format {form}, read {way.__name__}",
         trials=sum(counts.values()),
         exercised=counts["refused"],
