@@ -6,6 +6,7 @@ carries its sample's handle, so a file whose line is missing is known as its sam
 """
 
 import hashlib
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from reader.folder import Folder, Output
 from reader.manifest import Entry, Manifest, Place
 from reader.names import file_names
 from reader.sinks import SinkOptions, Stored
-from shmconn.errors import ShmConnError
+from shmconn.errors import OptionError, ShmConnError
 from shmconn.identity import Identity
 
 if TYPE_CHECKING:
@@ -133,5 +134,10 @@ class FileSink:
             sha256=sha256,
             identity=identity,
         )
-        self.manifest.append(entry)
+        try:
+            self.manifest.append(entry)
+        except OptionError:
+            if fresh:
+                os.unlink(name, dir_fd=self.folder.fd)  # a mate's samples of another kind are here
+            raise
         return Stored(name, size, fresh, new_file=not own)

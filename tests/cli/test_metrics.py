@@ -6,7 +6,6 @@ import signal
 import socket
 import struct
 import urllib.error
-import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from cli_processes import Process
 from harness import figures
 from test_drain import samples
 
+from reader.loopback import ask
 from reader.metrics_server import MAX_CONNECTIONS, MetricsServer
 from reader.service import default_group
 
@@ -23,9 +23,7 @@ FILES = 80  # that the drain may have open
 
 
 def scrape(url: str) -> str:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=30) as reply:
-        return reply.read().decode()
+    return ask(url, 30)
 
 
 def count(drain: Process, what: str) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from reader.sinks import SinkOptions, open_sink
+from reader.verify.files import read_samples
 from shmconn.errors import OptionError
 from shmconn.shards import ShardDataset
 
@@ -41,11 +42,12 @@ def test_a_sample_of_another_kind_is_refused_and_both_are_named(
     assert len((tmp_path / "manifest.jsonl").read_text().splitlines()) == 1
 
 
-def test_of_two_drains_that_begin_together_the_second_kind_gets_no_line(
-    tmp_path: Path, make_sample
+@pytest.mark.parametrize("form", ["safetensors", "shards", "vllm"])
+def test_of_two_drains_that_begin_together_the_second_kind_leaves_no_sample(
+    tmp_path: Path, make_sample, form: str
 ) -> None:
     options = SinkOptions(path=str(tmp_path))
-    ours, mates = open_sink("shards", options), open_sink("shards", options)
+    ours, mates = open_sink(form, options), open_sink(form, options)
     real = ours.manifest.append
 
     def late(entry) -> None:
@@ -57,7 +59,10 @@ def test_of_two_drains_that_begin_together_the_second_kind_gets_no_line(
         ours.write(make_sample(dtype="float32"))
     ours.close()
     mates.close()
-    assert len(ShardDataset(tmp_path)) == 1
+    assert len((tmp_path / "manifest.jsonl").read_text().splitlines()) == 1
+    samples, bad = read_samples(tmp_path)
+    assert [sample.dtype for sample in samples] == ["bfloat16"]
+    assert bad == []
 
 
 def test_lines_of_an_earlier_version_are_gone_on_with(tmp_path: Path, make_sample) -> None:
