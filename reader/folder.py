@@ -261,7 +261,7 @@ def lock_holders(fd: int) -> str:
             if words[1] == "FLOCK" and words[5] == place:
                 pids.append(int(words[4]))
     names = [f"pid {pid} ({_command(pid)})" for pid in pids if pid > 0]
-    return " and ".join(names) or "a process of another container, or another host"
+    return " and ".join(names) or "a process that cannot be seen from here (another container?)"
 
 
 def _command(pid: int) -> str:

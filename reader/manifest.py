@@ -130,7 +130,6 @@ class Manifest:
             found = os.fstat(fd)
         if (found.st_dev, found.st_ino, found.st_size) != (*self._file, self._read_to):
             with self._locked() as fd:
-                self._repair(fd)
                 self._read(fd, os.fstat(fd).st_size)
         return self._places.get(_key(handle))
 
@@ -200,7 +199,7 @@ class Manifest:
             self._remember_tag(entry)
 
     def _read(self, fd: int, end: int) -> None:
-        """Read the lines that were added since, up to an offset at which a line ends."""
+        """Read the whole lines that were added since, up to an offset."""
         found = os.fstat(fd)
         if self._file != (found.st_dev, found.st_ino) or end < self._read_to:
             # Another file under the name: what the first one said holds no more.
@@ -210,7 +209,7 @@ class Manifest:
             self._identity, self._recorded = None, False
         with os.fdopen(os.dup(fd), "rb") as lines:
             lines.seek(self._read_to)
-            while self._read_to < end and (line := lines.readline()):
+            while self._read_to < end and (line := lines.readline()).endswith(b"\n"):
                 self._read_to += len(line)
                 entry = _parse(line)
                 if entry is None:

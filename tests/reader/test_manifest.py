@@ -158,6 +158,29 @@ def test_a_manifest_that_was_replaced_is_read_anew(tmp_path, folder) -> None:
     assert ours.find("h2")
 
 
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_line_that_a_mate_is_writing_is_left_alone_and_read_when_it_is_whole(
+    tmp_path, folder, monkeypatch, locks
+) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    ours = Manifest(folder)
+    ours.append(entry("h1"))
+    Manifest(folder).append(entry("h2"))
+    path = tmp_path / "manifest.jsonl"
+    whole = path.read_bytes()
+    for cut in (1, 20, len(whole) // 2 - 1):
+        path.write_bytes(whole[:-cut])
+        assert ours.find("h2") is None
+        assert path.read_bytes() == whole[:-cut]
+    path.write_bytes(whole)
+    assert ours.find("h2") == Place("f", 10, 0)
+    assert ours.damaged == 0
+
+
 _HOLDER = """
 import fcntl, sys
 file = open(sys.argv[1])  # only to read: whoever may do that may lock it
