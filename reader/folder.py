@@ -63,6 +63,11 @@ class Output:
         """Nothing is buffered here."""
 
     @property
+    def digested(self) -> bool:
+        """Whether a digest of all that is written was asked for."""
+        return self._digest is not None
+
+    @property
     def sha256(self) -> str | None:
         """Hex digest of all that was written, if one was asked for."""
         return self._digest.hexdigest() if self._digest is not None else None
@@ -188,6 +193,21 @@ class Folder:
             name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=self.fd
         )
 
+    def lock(self, fd: int, name: str) -> bool | None:
+        """`lock_file`; false as well if the name is another file's by now, or nobody's.
+
+        Between an open and its lock somebody else may have had the lock, and removed or renamed it.
+        """
+        locked = lock_file(fd)
+        if locked is False:
+            return False
+        mine = os.fstat(fd)
+        try:
+            there = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return locked if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino) else False
+
     def sweep(self) -> int:
         """Remove the temporary files of drains that are dead; returns how many."""
         removed = 0
@@ -228,6 +248,28 @@ def lock_file(fd: int) -> bool | None:
     except OSError:
         return None
     return True
+
+
+def lock_holders(fd: int) -> str:
+    """Who has a file locked, as far as the kernel tells us."""
+    found = os.fstat(fd)
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    pids = []
+    with contextlib.suppress(OSError), open("/proc/locks") as lines:
+        for line in lines:
+            words = line.split()
+            if words[1] == "FLOCK" and words[5] == place:
+                pids.append(int(words[4]))
+    names = [f"pid {pid} ({_command(pid)})" for pid in pids if pid > 0]
+    return " and ".join(names) or "a process that cannot be seen from here (another container?)"
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/comm", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return "it has ended"
 
 
 def write_at(fd: int, data: Any, offset: int) -> int:

@@ -291,7 +291,7 @@ class Lane:
                 "cannot write to %s: %s; %d sample%s kept in the ring, tried again until it works "
                 "(request %s, %s)",
                 self.sink.path,
-                error.strerror or error,
+                reason(error),
                 count,
                 "" if count == 1 else "s",
                 job.sample.request_id[:80],
@@ -301,3 +301,9 @@ class Lane:
         if give_up is not None and now - oldest >= give_up:
             self.gave_up = True
             self._stop.set()
+
+
+def reason(error: OSError) -> str:
+    """Why a disk refused, and which file it was, where the error knows."""
+    text = error.strerror or str(error)
+    return f"{text} ({error.filename})" if error.filename else text

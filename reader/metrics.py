@@ -4,11 +4,10 @@
 Values are looked up when a scraper asks, so that nothing runs between scrapes.
 """
 
-import threading
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from typing import Any
 
+from reader.metrics_server import MetricsServer
 from reader.progress import Snapshot
 from shmconn.directory import groups as groups_of
 from shmconn.directory import rings as rings_of
@@ -37,7 +36,7 @@ class Metrics:
 
     def __init__(self, ring: str | None, host: str, port: int) -> None:
         try:
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry, make_wsgi_app
         except ImportError:
             raise OptionError(
                 "--metrics-port needs prometheus-client: pip install 'shmconn[metrics]'"
@@ -47,18 +46,16 @@ class Metrics:
         registry = CollectorRegistry()
         registry.register(self)
         try:
-            started: Any = start_http_server(port, addr=host, registry=registry)
+            self._server = MetricsServer(host, port, make_wsgi_app(registry))
         except OSError as error:
             raise OptionError(
                 f"cannot listen on {host}:{port} (--metrics-port): {error.strerror or error}"
             ) from None
-        self._server: ThreadingHTTPServer = started[0]
-        self._thread: threading.Thread = started[1]
 
     @property
     def port(self) -> int:
         """The port that is listened on."""
-        return int(self._server.server_address[1])
+        return self._server.port
 
     def observe(self, snapshots: list[Snapshot]) -> None:
         """Take note of where each output is."""
@@ -66,9 +63,7 @@ class Metrics:
 
     def close(self) -> None:
         """Stop to listen."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.stop()
 
     def describe(self) -> list[Any]:
         """Nothing can be said before a ring is there; called at registration."""

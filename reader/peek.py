@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmconn import layout
+from shmconn.checksum import check
 from shmconn.errors import OptionError, RingMissing, SegmentCorrupt
 from shmconn.sample import Facts, Row, Sample
 from shmconn.segment import RingSegment, ring_files
@@ -78,6 +79,7 @@ def _of_file(path: Path, index: int) -> Look:
             token_ids = file.get_tensor(f"{prefix}token_ids")
         if prefix:
             metadata = json.loads(metadata[str(index)])
+        check(str(path), metadata, token_ids, states)
     except (SafetensorError, KeyError, ValueError) as error:
         raise OptionError(f"{str(path)!r} is not a file of hidden states: {error}") from None
     layer_ids = json.loads(metadata.get("layer_ids", "null"))

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import shmconn
-from reader.lane import Lane, Limits
+from reader.lane import Lane, Limits, reason
 from reader.notify import notify
 from reader.progress import Progress, Snapshot
 from reader.sinks import Sink, SinkOptions, open_sink
@@ -131,7 +132,13 @@ class _Signals:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle SIGINT, SIGTERM and SIGHUP meanwhile; under ``nohup`` SIGHUP stays ignored."""
+        """Handle SIGINT, SIGTERM and SIGHUP meanwhile; under ``nohup`` SIGHUP stays ignored.
+
+        In a thread that is not the main one signals are left to whoever has that one.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         old = {
             signal.SIGINT: signal.signal(signal.SIGINT, self._end),
             signal.SIGTERM: signal.signal(signal.SIGTERM, self._end),
@@ -198,7 +205,10 @@ class _Drain:
                 for lane in self._lanes:
                     self._keep_place(lane)
                 for sink in sinks:
-                    sink.close()  # and so finish what a drain that was killed left open
+                    try:
+                        sink.close()  # and so finish what a drain that was killed left open
+                    except OSError as error:
+                        log.error("cannot finish %s: %s", sink.path, reason(error))
                 raise
             notify("READY=1")
             started = time.monotonic()
@@ -237,10 +247,8 @@ class _Drain:
             try:
                 sinks.append(open_sink(output.format, output.sink))
             except OSError as error:
-                file = f" ({error.filename})" if error.filename else ""
                 raise OptionError(
-                    f"cannot begin {output.format} in {output.sink.path!r}: "
-                    f"{error.strerror or error}{file}"
+                    f"cannot begin {output.format} in {output.sink.path!r}: {reason(error)}"
                 ) from None
         return sinks
 
@@ -342,8 +350,18 @@ class _Drain:
         unreleased = [sample for lane in self._lanes for sample in lane.unreleased()]
         for lane in self._lanes:
             lines += self._leave(lane, told=signals.received is not None)
-            if not lane.running:
+            if lane.running:
+                continue
+            try:
                 lane.sink.close()
+            except OSError as error:
+                lines.append(
+                    f"error: cannot finish {lane.sink.path}: {reason(error)}; every sample is "
+                    "there: mend that and run the same command again, which finishes it even if "
+                    "the ring is gone"
+                )
+                if code in (EXIT_ALL_READ, EXIT_LOST, EXIT_PRODUCER_DIED):
+                    code = EXIT_GAVE_UP
         return Outcome(code, lines, unreleased)
 
     def _code(self, signals: _Signals) -> int:

@@ -12,13 +12,16 @@ used, and each padding, become tensors ``gap.N``, since the format allows no hol
 drain had added is known from the manifest, which has a line for each sample that is whole.
 """
 
+import contextlib
+import errno
 import json
+import logging
 import os
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from reader.folder import Folder, lock_file, write_at
+from reader.folder import Folder, lock_holders, write_at
 from reader.manifest import Entry
 from reader.sinks.safetensors import DTYPES
 from shmconn.layout import DTYPE_BYTES
@@ -29,6 +32,8 @@ NAME = re.compile(r"shard-(\d{5,9})\.safetensors(\.part)?")
 _ALIGNMENT = 64  # bytes; of each region
 _LENGTH = 8
 _GAP_ROOM = 2 * 90  # header bytes kept per sample for its padding and for an unused region
+
+log = logging.getLogger("shmconn.drain")
 
 
 @dataclass(frozen=True)
@@ -86,26 +91,51 @@ class Shard:
             folder: where.
             number: of the shard.
             header: bytes to keep for the header; rounded up so that regions are aligned.
+
+        Raises:
+            FileExistsError: the number is another drain's.
+            OSError: the disk refused.
         """
         header = region_size(header + _LENGTH) - _LENGTH
         name = shard_name(number)
         fd = folder.open(name + PART, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            lock_file(fd)
+            if folder.lock(fd, name + PART) is False:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name + PART)
+            if folder.exists(name):
+                # A mate's, sealed: it had this number, and its .part gave the name free.
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
             # The room for the header is taken now: a full disk must not stop the sealing.
             write_at(fd, header.to_bytes(_LENGTH, "little") + b" " * header, 0)
         except OSError:
+            with contextlib.suppress(FileNotFoundError):
+                if folder.lock(fd, name + PART) is not False:
+                    os.unlink(name + PART, dir_fd=folder.fd)
             os.close(fd)
-            os.unlink(name + PART, dir_fd=folder.fd)
             raise
         return cls(folder, fd, name, header)
 
     @classmethod
-    def recover(cls, folder: Folder, number: int, entries: list[Entry]) -> "Shard | None":
-        """The shard that a dead drain was writing; None if it lives or left nothing whole."""
+    def recover(
+        cls, folder: Folder, number: int, entries: list[Entry], *, surely: bool = False
+    ) -> "Shard | None":
+        """The shard that a dead drain was writing; None if it lives or left nothing whole.
+
+        Args:
+            folder: where.
+            number: of the shard.
+            entries: lines of the manifest for it.
+            surely: leave it alone where locks are refused, and so nobody knows whether it lives.
+        """
         name = shard_name(number)
-        fd = folder.open(name + PART, os.O_RDWR)
-        if lock_file(fd) is False:
+        try:
+            fd = folder.open(name + PART, os.O_RDWR)
+        except FileNotFoundError:
+            return None  # sealed just now
+        locked = folder.lock(fd, name + PART)
+        if locked is False or (surely and locked is None):
+            if locked is False:
+                log.info("%s is being written by %s", name + PART, lock_holders(fd))
             os.close(fd)
             return None
         header = int.from_bytes(os.pread(fd, _LENGTH, 0), "little")

@@ -6,6 +6,7 @@
     │   └── Oversized        the sample is larger than a third of the ring
     ├── RingMissing          there is no ring of that name (LookupError)
     ├── SegmentCorrupt       a segment holds what no producer writes; names the field
+    │   └── FileCorrupt      a file of samples is not what was written; names file and field
     ├── LayoutMismatch       a segment of another version of shmconn
     ├── AccessDenied         another user's segment (PermissionError)
     ├── NoSpace              /dev/shm is too small for the ring (OSError)
@@ -57,6 +58,17 @@ class SegmentCorrupt(ShmConnError):
         return (
             f"segment {segment!r} is damaged: {field} {detail}. "
             f"Nothing was read from it; remove it with `shmconn rm` once its producer is gone."
+        )
+
+
+class FileCorrupt(SegmentCorrupt):
+    """A file of samples is not what was written: changed, cut, or mixed up."""
+
+    def __str__(self) -> str:
+        file, field, detail = self.args
+        return (
+            f"{file} is damaged: {field} {detail}. Nothing was taken from it: copy it again from "
+            "where it came, or remove it"
         )
 
 

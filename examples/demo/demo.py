@@ -21,8 +21,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -33,6 +31,7 @@ from rich.markup import escape
 from rich.status import Status
 from send import AT_ONCE, TIMES, Prompt, read_prompts, send_all
 
+from reader.loopback import ask
 from shmconn.directory import remove_group, remove_rings, rings
 from shmconn.errors import OptionError, RingMissing
 
@@ -188,8 +187,7 @@ class Demo:
 
     def prefix_hits(self) -> tuple[int, int]:
         """Prompt tokens that came from vLLM's prefix cache, and all of them."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as reply:
-            text = reply.read().decode()
+        text = ask(f"http://127.0.0.1:{self.port}/metrics", 10)
 
         def total(name: str) -> int:
             found = re.findall(rf"^vllm:{name}_total\{{.*\}} ([0-9.e+]+)$", text, re.MULTILINE)
@@ -344,10 +342,10 @@ def _free_port() -> int:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=2) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
+        ask(url, 2)
+    except OSError:
         return False
+    return True
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 AT_ONCE = 8
 TIMES = 2
@@ -116,7 +116,13 @@ async def send_all(
     lines: list[dict[str, Any]] = []
     free = asyncio.Semaphore(AT_ONCE)
     # A retry by the client would be a second request, with a second sample under the same tag.
-    client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S)
+    client = AsyncOpenAI(
+        base_url=url,
+        api_key="none",
+        max_retries=0,
+        timeout=REQUEST_TIMEOUT_S,
+        http_client=DefaultAsyncHttpxClient(trust_env=False),  # a proxy cannot reach our loopback
+    )
     async with client:
         model = (await client.models.list()).data[0].id
         with log.open("w", encoding="utf-8") as file:

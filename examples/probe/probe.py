@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "trainer"))
 
 import torch
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from rich.console import Console
 from rich.progress import Progress
 from served import ROOT, Served
@@ -43,7 +43,8 @@ console = Console(highlight=False)
 
 async def last_states(url: str, subscription: Subscription, names: list[str]) -> Tensor:
     """States of each prompt's last token: ``[names, layers, hidden]``."""
-    client = AsyncOpenAI(base_url=f"{url}/v1", api_key="-", timeout=300)
+    direct = DefaultAsyncHttpxClient(trust_env=False)  # a proxy cannot reach our loopback
+    client = AsyncOpenAI(base_url=f"{url}/v1", api_key="-", timeout=300, http_client=direct)
     gate = asyncio.Semaphore(AT_ONCE)
     with Progress(console=console) as progress:
         task = progress.add_task("asking", total=len(names))

@@ -23,7 +23,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from rich.console import Console
 from served import ENVIRONMENT, MODEL, ROOT, Served
 from tokenizers import Tokenizer
@@ -80,7 +80,8 @@ async def send(served: Served, prompts: dict[str, list[int]]) -> None:
 
     vLLM would wait for room by itself, but its engine takes half of two cores for that.
     """
-    client = AsyncOpenAI(base_url=f"{served.url}/v1", api_key="-", timeout=600)
+    direct = DefaultAsyncHttpxClient(trust_env=False)  # a proxy cannot reach our loopback
+    client = AsyncOpenAI(base_url=f"{served.url}/v1", api_key="-", timeout=600, http_client=direct)
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(tag: str, prompt: list[int]) -> None:

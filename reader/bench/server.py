@@ -12,13 +12,13 @@ import socket
 import subprocess
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 from reader.bench.crew import Run
 from reader.bench.engine import kill_group, start_group
 from reader.bench.verifier import LAYERS
+from reader.loopback import ask
 from shmconn.directory import groups, remove_group, remove_rings, rings
 from shmconn.errors import RingMissing
 
@@ -97,7 +97,7 @@ class Server:
         deadline = time.monotonic() + START_S
         while True:
             with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10)
+                ask(f"http://127.0.0.1:{self.port}/health", 10)
                 return
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server for {self.backend} did not start: see its log")

@@ -32,6 +32,7 @@ from reader.bench.engine import kill_group, start_group
 from reader.bench.report import Record, read
 from reader.bench.server import GROUP, Server
 from reader.bench.verifier import LAYERS, MASK_ID, SHAPES, write_data, write_verifier
+from reader.loopback import NO_PROXY
 
 BACKENDS = ("shm", "file")
 
@@ -135,7 +136,7 @@ class Training:
         command += ["--draft-attn-impl", "eager", "--loss-implementation", "eager"]
         if options.device == "cpu":
             command += ["--hidden-states-dtype", "float32"]
-        environment = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        environment = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", **NO_PROXY}
         # Kernels that are chosen by their speed differ from one process to the next.
         environment |= {"TORCHDYNAMO_DISABLE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         self._began = time.monotonic()

@@ -6,6 +6,7 @@ carries its sample's handle, so a file whose line is missing is known as its sam
 """
 
 import hashlib
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,8 @@ from reader.folder import Folder, Output
 from reader.manifest import Entry, Manifest, Place
 from reader.names import file_names
 from reader.sinks import SinkOptions, Stored
-from shmconn.errors import ShmConnError
+from shmconn.errors import OptionError, ShmConnError
+from shmconn.identity import Identity
 
 if TYPE_CHECKING:
     from shmconn.sample import Sample
@@ -53,16 +55,18 @@ class FileSink:
 
         Raises:
             OSError: the disk refused; nothing of the sample is left there.
+            OptionError: the folder holds samples of other layers, hidden size or dtype.
         """
         handle = str(sample.handle)
         ids = hashlib.sha256(sample.token_ids_bytes).hexdigest()[:16]
-        known = self._known(sample, handle, ids)
+        identity = Identity.of(sample)
+        known = self._known(sample, handle, ids, identity)
         if known is not None and self.folder.size(known.file) == known.bytes:
             return Stored(known.file, known.bytes, fresh=False)
         while True:
             name, own = self._reserve(sample, handle)
             try:
-                return self._store(sample, handle, ids, name, own)
+                return self._store(sample, handle, ids, name, own, identity)
             except FileExistsError:
                 continue  # another drain took the name between the look and the rename
             finally:
@@ -73,8 +77,9 @@ class FileSink:
         """Close the folder."""
         self.folder.close()
 
-    def _known(self, sample: "Sample", handle: str, ids: str) -> Place | None:
+    def _known(self, sample: "Sample", handle: str, ids: str, identity: Identity) -> Place | None:
         found = self.manifest.find(handle)
+        self.manifest.admit(identity)
         if found is None and sample.tag is not None:
             found = self.manifest.find_tag(sample.tag, ids)
         return found
@@ -100,7 +105,15 @@ class FileSink:
             self._busy.add(free.casefold())
             return free, False
 
-    def _store(self, sample: "Sample", handle: str, ids: str, name: str, own: bool) -> Stored:
+    def _store(
+        self,
+        sample: "Sample",
+        handle: str,
+        ids: str,
+        name: str,
+        own: bool,
+        identity: Identity,
+    ) -> Stored:
         with self.folder.temporary(digest=self._options.checksum) as output:
             self.encode(sample, output)
             if own and self.folder.size(name) == output.size:
@@ -119,6 +132,12 @@ class FileSink:
             offset=0,
             token_ids_sha256=ids,
             sha256=sha256,
+            identity=identity,
         )
-        self.manifest.append(entry)
+        try:
+            self.manifest.append(entry)
+        except OptionError:
+            if fresh:
+                os.unlink(name, dir_fd=self.folder.fd)  # a mate's samples of another kind are here
+            raise
         return Stored(name, size, fresh, new_file=not own)

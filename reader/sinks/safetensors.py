@@ -13,15 +13,17 @@ import os
 import struct
 from typing import TYPE_CHECKING
 
-from reader.folder import Output
+from reader.folder import Output, write_at
 from reader.sinks import SinkOptions
 from reader.sinks.files import FileSink
+from shmconn import identity
+from shmconn.checksum import BLANK, KEY, Checksum, checksum
 from shmconn.handle import Handle
 
 if TYPE_CHECKING:
     from shmconn.sample import Sample
 
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+DTYPES = {dtype: name for name, dtype in identity.DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
 # Where the states begin: at a multiple of so many bytes, the first if they are this large.
@@ -82,10 +84,27 @@ class SafetensorsSink(FileSink):
     def encode(self, sample: "Sample", output: Output) -> None:
         """Write header, token ids and states."""
         ids, states = sample.token_ids_bytes, sample.states_bytes
-        middle = ids.nbytes
-        end = middle + states.nbytes
+        metadata = metadata_of(sample)
+        if output.digested:
+            # A digest is of the bytes in their order, so the header must be right at once.
+            output.write(self._header(sample, metadata | {KEY: checksum(metadata, ids, states)}))
+            output.write(ids)
+            output.write(states)
+            return
+        output.write(self._header(sample, metadata | {KEY: BLANK}))
+        summed = Checksum(metadata)
+        for part in (ids, states):
+            for piece in summed.pieces(part):
+                output.write(piece)
+        write_at(output.fd, self._header(sample, metadata | {KEY: str(summed)}), 0)
+
+    @staticmethod
+    def _header(sample: "Sample", metadata: dict[str, str]) -> bytes:
+        middle = sample.token_ids_bytes.nbytes
+        states = sample.states_bytes.nbytes
+        end = middle + states
         header = {
-            "__metadata__": metadata_of(sample),
+            "__metadata__": metadata,
             "token_ids": {"dtype": "I64", "shape": [sample.tokens], "data_offsets": [0, middle]},
             "hidden_states": {
                 "dtype": DTYPES[sample.dtype],
@@ -93,9 +112,7 @@ class SafetensorsSink(FileSink):
                 "data_offsets": [middle, end],
             },
         }
-        output.write(encode_header(header, middle, states.nbytes))
-        output.write(ids)
-        output.write(states)
+        return encode_header(header, middle, states)
 
     def owner(self, name: str) -> str | None:
         """The handle in a file's header."""

@@ -7,6 +7,7 @@ of them is judged against it, and then each against the next one of the family.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from reader.verify.rules import BOUNDS, compare, judge
 from shmconn.errors import OptionError
 
 _FILES = "files are samples"
+_KIND = "layers, size, dtype alike"
+_NAMES = "names are the samples' own"
 _PROMISED = "promised samples are there"
 _OTHERS = "samples were promised"
 _REPLY = "name, tag, ids as replied"
@@ -94,6 +97,10 @@ def examine(options: VerifyOptions, progress: Progress) -> Report:
         report.check(_FILES, sample.name)
     for file in bad:
         report.check(_FILES, file.name, [f"is no sample: {file.reason}"])
+    _check_kinds(report, samples)
+    if sends is None:
+        for sample in samples:
+            report.check(_NAMES, sample.name, _misnamed(sample))
     members = [_Member(sample, None) for sample in samples]
     if sends is not None:
         members = _match(report, samples, sends)
@@ -103,6 +110,22 @@ def examine(options: VerifyOptions, progress: Progress) -> Report:
         progress.remove_task(load)
         _check_states(report, reference, _families(members), progress)
     return report
+
+
+def _check_kinds(report: Report, samples: list[SampleFile]) -> None:
+    """The samples are of one kind."""
+    kinds = Counter(sample.identity for sample in samples)
+    for sample in samples:
+        usual, _ = kinds.most_common(1)[0]
+        odd = [f"is of {sample.identity}, most are of {usual}"]
+        report.check(_KIND, sample.name, odd if sample.identity != usual else [])
+
+
+def _misnamed(sample: SampleFile) -> Iterator[str]:
+    """Where a file has the name of another sample."""
+    names = list(file_names(sample.tag or sample.request_id, sample.handle, sample.path.suffix))
+    if sample.index is None and sample.handle and sample.path.name not in names:
+        yield f"the file of this sample is called {names[0]}; were files renamed?"
 
 
 def _match(report: Report, samples: list[SampleFile], sends: list[Send]) -> list[_Member]:
@@ -139,9 +162,7 @@ def _differences(sample: SampleFile, send: Send) -> Iterator[str]:
             f"token ids differ from the reply's at {first} ({len(got)} tokens, the reply promises "
             f"{len(expected)})"
         )
-    names = list(file_names(sample.tag or sample.request_id, sample.handle, sample.path.suffix))
-    if sample.index is None and sample.path.name not in names:
-        yield f"the file of this sample is called {names[0]}; were files renamed?"
+    yield from _misnamed(sample)
     if sample.tag != (send.tag or ""):
         yield f"tag is {sample.tag!r}, the request asked for {send.tag!r}"
     for name in ("layer_ids", "shape", "dtype"):

@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from reader.shard_file import SHARD_FORMAT
-from shmconn.errors import OptionError
+from shmconn.checksum import check
+from shmconn.errors import FileCorrupt, OptionError
+from shmconn.identity import Identity
 
 
 class Send(BaseModel):
@@ -118,7 +120,12 @@ class SampleFile:
     @property
     def name(self) -> str:
         """What to call it in a report."""
-        return self.path.name if self.index is None else f"{self.path.name}, sample {self.index}"
+        return _name(self.path, self.index)
+
+    @property
+    def identity(self) -> Identity:
+        """What it has in common with all others of its folder."""
+        return Identity(self.layer_ids, self.shape[2], self.dtype)
 
     def hidden_states(self) -> torch.Tensor:
         """The states, [tokens, layers, hidden]."""
@@ -161,9 +168,10 @@ def read_samples(directory: Path) -> tuple[list[SampleFile], list[BadFile]]:
         for index in indices:
             try:
                 samples.append(_read_sample(path, index))
+            except FileCorrupt as error:
+                bad.append(BadFile(_name(path, index), " ".join(error.args[1:])))
             except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-                name = path.name if index is None else f"{path.name}, sample {index}"
-                bad.append(BadFile(name, f"{error}".strip() or repr(error)))
+                bad.append(BadFile(_name(path, index), f"{error}".strip() or repr(error)))
     return samples, bad
 
 
@@ -181,6 +189,10 @@ def _refuse_others(directory: Path, names: list[Path], paths: list[Path]) -> Non
                 f"{str(directory)!r} holds {suffix} files of format {form}, which verify does not "
                 "read: drain a second output with --format safetensors or shards to verify"
             )
+
+
+def _name(path: Path, index: int | None) -> str:
+    return path.name if index is None else f"{path.name}, sample {index}"
 
 
 def _prefix(index: int | None) -> str:
@@ -209,8 +221,10 @@ def _read_sample(path: Path, index: int | None) -> SampleFile:
         dtype = str(states[0:0].dtype).removeprefix("torch.")
         token_ids: torch.Tensor = file.get_tensor(f"{prefix}token_ids")
         metadata = file.metadata() or {}
+        whole = file.get_tensor(f"{prefix}hidden_states")
     if index is not None:
         metadata = json.loads(metadata[str(index)])
+    check(_name(path, index), metadata, token_ids, whole)
     if len(shape) != 3 or shape[0] < 1:
         raise ValueError(f"hidden_states has shape {list(shape)}, not [tokens, layers, hidden]")
     if token_ids.dtype != torch.int64 or tuple(token_ids.shape) != shape[:1]:

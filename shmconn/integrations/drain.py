@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from shmconn.checksum import KEY, checksum
 from shmconn.errors import Closed, NotReady, OptionError, ProducerDied, SampleGone, ShmConnError
 from shmconn.handle import Handle, format_size, parse_size
 from shmconn.subscription import Subscription, subscribe
@@ -155,7 +156,7 @@ class BackgroundDrain:
         tensors = {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids}
         try:
             # Renamed when whole: a file of that name is never half written.
-            save_file(tensors, making)
+            save_file(tensors, making, _texts(sample))
             making.rename(path)
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -275,6 +276,12 @@ class BackgroundDrain:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _texts(sample: "Sample") -> dict[str, str]:
+    """What a file says of its sample, so that another's, or a damaged one, is seen."""
+    texts = {"handle": str(sample.handle)}
+    return texts | {KEY: checksum(texts, sample.token_ids_bytes, sample.states_bytes)}
 
 
 def tensors_of(sample: "Sample") -> "dict[str, torch.Tensor]":

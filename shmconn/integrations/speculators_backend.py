@@ -21,10 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from hs_connectors import FileTransfer, HiddenStatesBackend
+from safetensors import SafetensorError, safe_open
 
 from shmconn import layout
+from shmconn.checksum import check
 from shmconn.config import ConnectorConfig
 from shmconn.errors import (
+    FileCorrupt,
     NotReady,
     OptionError,
     ProducerDied,
@@ -99,6 +102,27 @@ class ShmTransfer(FileTransfer):  # type: ignore[misc]
         """Joins the group, if the ring's name is known; may be called again."""
         if self.ring is not None:
             self._open(self.ring)
+
+    def get_cached(self, file_idx: int) -> dict[str, Any] | None:
+        """The sample of a row out of its file; None if there is no file.
+
+        Raises:
+            FileCorrupt: the file is not what a drain wrote, or another row's.
+        """
+        path = self.hidden_states_path / f"hs_{file_idx}.safetensors"
+        try:
+            cached: dict[str, Any] | None = super().get_cached(file_idx)
+            if cached is None:
+                return None
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+        except SafetensorError as error:
+            raise FileCorrupt(str(path), "header", str(error)) from None
+        check(str(path), metadata, cached["token_ids"], cached["hidden_states"])
+        tag = metadata.get("tag")
+        if tag and tag != path.stem:
+            raise FileCorrupt(str(path), "tag", f"is {tag!r}: it is another row's")
+        return cached
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, Any]:
         """The sample of a reply: ``hidden_states`` ``[tokens, layers, hidden]`` and ``token_ids``.

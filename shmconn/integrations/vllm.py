@@ -10,11 +10,14 @@ import atexit
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
+from shmconn.checksum import check
 from shmconn.errors import (
+    FileCorrupt,
     NotReady,
     OptionError,
     ProducerDied,
@@ -41,6 +44,7 @@ __all__ = [
 
 LOADER_GROUP = "load-hidden-states"
 _TIMEOUT_S = 300.0
+_LOOK_S = 0.01
 
 
 def load_hidden_states(source: Any, timeout: float = _TIMEOUT_S) -> "dict[str, torch.Tensor]":
@@ -57,15 +61,16 @@ def load_hidden_states(source: Any, timeout: float = _TIMEOUT_S) -> "dict[str, t
     Raises:
         OptionError: none of these, or there is no such file.
         SampleLost, SampleGone, NotReady, ProducerDied: the sample did not come; see the classes.
+        FileCorrupt: the file is not what was written.
         DrainFull: the background drain of this process had no room for it.
     """
     wanted = _parse(source)
     if isinstance(wanted, Path):
-        return _load_file(wanted)
+        return _load_file(wanted, timeout)
     drain = active.get(wanted.ring)
     if drain is not None:
         kept = drain.wait_for(wanted, timeout)
-        return _load_file(kept) if isinstance(kept, Path) else dict(kept)
+        return _load_file(kept, timeout, wanted) if isinstance(kept, Path) else dict(kept)
     return _load_by_handle(wanted, timeout)
 
 
@@ -111,17 +116,43 @@ def _parse(source: Any) -> Handle | Path:
     return Handle.parse(params)
 
 
-def _load_file(path: Path) -> "dict[str, torch.Tensor]":
-    from safetensors.torch import load_file
+def _load_file(
+    path: Path, timeout: float, handle: Handle | None = None
+) -> "dict[str, torch.Tensor]":
+    from safetensors import SafetensorError, safe_open
 
     with contextlib.suppress(FileNotFoundError), open(f"{path}.lock") as lock:
-        # vLLM's example connector holds it until the file is whole.
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        # vLLM's example connector holds it until the file is whole; anybody may who can read it.
+        deadline = time.monotonic() + timeout
+        while not _shared(lock):
+            if time.monotonic() >= deadline:
+                raise NotReady(
+                    f"{str(path)!r} is still locked by its writer after {timeout:g} s, or by "
+                    f"another process (`lslocks` names it): wait longer, or remove {lock.name!r} "
+                    "if no writer is left"
+                )
+            time.sleep(_LOOK_S)
     try:
-        tensors: dict[str, torch.Tensor] = load_file(path, device="cpu")
-        return tensors
+        with safe_open(path, framework="pt", device="cpu") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
     except FileNotFoundError:
         raise OptionError(f"there is no file {str(path)!r}, and it is no handle either") from None
+    except SafetensorError as error:
+        raise FileCorrupt(str(path), "header", str(error)) from None
+    if {"token_ids", "hidden_states"} <= tensors.keys():
+        check(str(path), metadata, tensors["token_ids"], tensors["hidden_states"])
+    if handle is not None and metadata.get("handle") != str(handle):
+        raise FileCorrupt(str(path), "handle", f"is {metadata.get('handle')}, not {handle}")
+    return tensors
+
+
+def _shared(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 # --- asked of the ring itself -------------------------------------------------------------------

@@ -7,12 +7,12 @@ import shlex
 import shutil
 import signal
 import subprocess
-import urllib.request
 from pathlib import Path
 
 import pytest
 import yaml
 
+from reader.loopback import ask
 from reader.service import default_group
 
 ROOT = Path(__file__).parents[2]
@@ -115,8 +115,7 @@ def test_every_metric_of_the_dashboard_and_the_alerts_is_one_that_is_served(
 
     def served() -> dict[str, set[str]]:
         """Names with their labels."""
-        with urllib.request.urlopen(url, timeout=30) as reply:
-            lines = re.findall(r"^(shmconn_\w+)(\{.*\})? ", reply.read().decode(), re.MULTILINE)
+        lines = re.findall(r"^(shmconn_\w+)(\{.*\})? ", ask(url, 30), re.MULTILINE)
         return {name: set(re.findall(r'(\w+)="', labels)) for name, labels in lines}
 
     wanted = {name for text in expressions() for name in re.findall(r"(?:vllm:)?shmconn_\w+", text)}

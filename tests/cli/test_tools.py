@@ -6,13 +6,13 @@ import os
 import signal
 import socket
 import subprocess
-import urllib.request
 
 import pytest
 import torch
 from cli_producer import states_of, tokens_of
 from safetensors.torch import save_file
 
+from reader.loopback import ask
 from reader.service import default_group
 
 
@@ -194,8 +194,7 @@ def test_metrics_tell_of_the_drain_its_rings_and_groups(
     source.bury(5, "short")
 
     def scrape() -> dict[str, float]:
-        with urllib.request.urlopen(url, timeout=30) as reply:
-            lines = reply.read().decode().splitlines()
+        lines = ask(url, 30).splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 

@@ -79,6 +79,17 @@ def test_files_of_vllms_own_connector_are_read_as_vllm_reads_them(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_stays_locked_is_not_waited_for_longer_than_asked(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"hidden_states": states(1), "token_ids": torch.tensor(ids(1))}, path)
+    Path(f"{path}.lock").touch()
+    with open(f"{path}.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(shmconn.NotReady, match=r"still locked .* after 0.05 s"):
+            load_hidden_states(path, timeout=0.05)
+    check(load_hidden_states(path), 1)
+
+
 def test_what_is_neither_handle_nor_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no file 'nothing', and it is no handle"):
         load_hidden_states("nothing")

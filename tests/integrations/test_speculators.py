@@ -26,7 +26,8 @@ from speculators.data_generation.offline import check_hidden_states
 from trainer_tools import group_names, ids, put, states, until
 
 import shmconn
-from shmconn import NotReady, OptionError, Producer, SampleGone, SampleLost
+from shmconn import FileCorrupt, NotReady, OptionError, Producer, SampleGone, SampleLost
+from shmconn.checksum import KEY, checksum
 from shmconn.directory import groups, rings
 from shmconn.integrations.speculators_backend import ShmBackend, ShmTransfer
 
@@ -262,6 +263,26 @@ def test_files_that_a_drain_wrote_are_served_without_a_ring(tmp_path: Path) -> N
     check_hidden_states(cached, ids(5))
     assert transfer.get_cached(6) is None
     assert transfer._subscription is None
+
+
+def test_a_drain_s_file_of_another_row_or_with_other_bytes_is_refused(tmp_path: Path) -> None:
+    for row in (5, 6):
+        tensors = {"hidden_states": states(row), "token_ids": torch.tensor(ids(row))}
+        texts = {"tag": f"hs_{row}"}
+        parts = (tensors["token_ids"].numpy(), tensors["hidden_states"].numpy())
+        texts[KEY] = checksum(texts, *parts)
+        save_file(tensors, tmp_path / f"hs_{row}.safetensors", texts)
+    transfer = ShmTransfer(tmp_path)
+    assert torch.equal(transfer.get_cached(6)["hidden_states"], states(6))
+    path = tmp_path / "hs_5.safetensors"
+    data = path.read_bytes()
+    for damaged in (data[:-100] + bytes(100), data[:-100], data + b"?"):
+        path.write_bytes(damaged)
+        with pytest.raises(FileCorrupt, match="hs_5.safetensors is damaged"):
+            transfer.get_cached(5)
+    (tmp_path / "hs_6.safetensors").rename(path)
+    with pytest.raises(FileCorrupt, match="tag is 'hs_6': it is another row's"):
+        transfer.get_cached(5)
 
 
 def test_a_transfer_is_pickled_without_its_membership(

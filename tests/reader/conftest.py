@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from harness.isolation import pytest_terminal_summary
 
 from shmconn.handle import Handle
+
+__all__ = ["pytest_terminal_summary"]
 
 
 @dataclass

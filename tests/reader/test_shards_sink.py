@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 
 from reader import shard_file
+from reader.folder import Folder
 from reader.sinks import SinkOptions, Stored, open_sink
 from reader.sinks.shards import ShardsSink
 from shmconn.errors import OptionError, SegmentCorrupt
@@ -51,12 +52,12 @@ def check(path: Path, samples: list) -> None:
     assert total == sum(sample.tokens > 0 for sample in samples)
 
 
-def test_samples_of_all_sizes_and_dtypes_come_back_from_shards(tmp_path, make_sample) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_samples_of_all_sizes_and_dtypes_come_back_from_shards(
+    tmp_path, make_sample, dtype
+) -> None:
     sink = make_sink(tmp_path)
-    dtypes = ["bfloat16", "float16", "float32"]
-    samples = [
-        make_sample(f"t{i}", dtype=dtypes[i % 3], tokens=i * i % 97, hidden=33) for i in range(300)
-    ]
+    samples = [make_sample(f"t{i}", dtype=dtype, tokens=i * i % 97, hidden=33) for i in range(300)]
     stored = [sink.write(sample) for sample in samples]
     sink.close()
     check(tmp_path, samples)
@@ -174,20 +175,152 @@ def sink_header(path: Path) -> int:
         return int.from_bytes(file.read(8), "little")
 
 
-def test_a_shard_whose_sealing_failed_is_sealed_with_the_next_write(
-    tmp_path, make_sample, monkeypatch
+def test_a_sample_whose_shard_cannot_be_sealed_is_stored_and_the_next_write_seals_it(
+    tmp_path, make_sample, monkeypatch, caplog
 ) -> None:
     sink = make_sink(tmp_path)
     large = make_sample(tokens=40_000)
+    small = make_sample()
     with monkeypatch.context() as patch:
         patch.setattr(os, "ftruncate", lambda fd, size: (_ for _ in ()).throw(OSError(5, "EIO")))
+        assert sink.write(large).fresh
+        assert "cannot be sealed yet" in caplog.text
         with pytest.raises(OSError, match="EIO"):
-            sink.write(large)
-    small = make_sample()
+            sink.write(small)
     sink.write(small)
     assert "shard-00000.safetensors" in shards(tmp_path)
     sink.close()
     check(tmp_path, [large, small])
+    assert handles(tmp_path) == [str(large.handle), str(small.handle)]
+
+
+def handles(path: Path) -> list[str]:
+    """The manifest's, in order."""
+    lines = (path / "manifest.jsonl").read_text().splitlines()
+    return [json.loads(line)["handle"] for line in lines]
+
+
+def test_a_taken_name_holds_the_next_sample_back_and_repeats_none(tmp_path, make_sample) -> None:
+    sink = make_sink(tmp_path)
+    large, small = make_sample(tokens=40_000), make_sample()
+    first = make_sample()
+    sink.write(first)
+    (tmp_path / "shard-00000.safetensors").write_text("a stranger's")
+    assert sink.write(large).fresh
+    for _ in range(3):
+        with pytest.raises(FileExistsError) as refused:
+            sink.write(small)
+        assert refused.value.filename == "shard-00000.safetensors"
+    (tmp_path / "shard-00000.safetensors").unlink()
+    sink.write(small)
+    sink.close()
+    check(tmp_path, [first, large, small])
+    assert handles(tmp_path) == [str(sample.handle) for sample in (first, large, small)]
+
+
+def test_of_two_shards_that_wait_one_that_cannot_be_sealed_keeps_no_other(
+    tmp_path, make_sample
+) -> None:
+    first, second = make_sink(tmp_path), make_sink(tmp_path)
+    a, b = make_sample(tokens=20), make_sample(tokens=20)
+    first.write(a)
+    second.write(b)
+    die(first)
+    die(second)
+    (tmp_path / "shard-00000.safetensors").write_text("a stranger's")
+    sink = make_sink(tmp_path)
+    with pytest.raises(FileExistsError):
+        sink.close()
+    assert "shard-00001.safetensors" in shards(tmp_path)
+    die(sink)
+    (tmp_path / "shard-00000.safetensors").unlink()
+    make_sink(tmp_path).close()
+    check(tmp_path, [a, b])
+
+
+def test_what_a_mate_that_was_killed_had_recorded_is_not_written_again(
+    tmp_path, make_sample
+) -> None:
+    first, second = make_sink(tmp_path), make_sink(tmp_path)
+    samples = [make_sample(tokens=20) for _ in range(3)]
+    first.write(samples[0])
+    second.write(samples[1])
+    first.write(samples[2])
+    die(first)
+    assert not second.write(samples[2]).fresh
+    second.close()  # the killed one's shard, too
+    check(tmp_path, samples)
+    assert handles(tmp_path) == [str(sample.handle) for sample in samples]
+
+
+def test_a_number_that_a_mate_has_sealed_is_not_taken_again(tmp_path, make_sample) -> None:
+    sinks = [make_sink(tmp_path), make_sink(tmp_path)]
+    samples = [make_sample(tokens=40_000) for _ in range(6)]
+    for number, sample in enumerate(samples):
+        sinks[number % 2].write(sample)
+    for sink in sinks:
+        sink.close()
+    assert len(shards(tmp_path)) == 6
+    check(tmp_path, samples)
+
+
+def test_a_new_shard_that_a_mate_takes_for_a_dead_ones_gets_another_number(
+    tmp_path, make_sample, monkeypatch
+) -> None:
+    sink = make_sink(tmp_path)
+    real, looks = Folder.lock, []
+
+    def lock(folder: Folder, fd: int, name: str) -> bool | None:
+        if not looks:
+            looks.append(name)
+            make_sink(tmp_path).close()  # sweeps what is not locked yet
+        return real(folder, fd, name)
+
+    monkeypatch.setattr(Folder, "lock", lock)
+    sample = make_sample()
+    sink.write(sample)
+    sink.close()
+    assert looks == ["shard-00000.safetensors.part"]
+    assert shards(tmp_path) == ["shard-00001.safetensors"]
+    check(tmp_path, [sample])
+
+
+def test_a_shard_that_a_mate_seals_between_look_and_lock_is_left_alone(
+    tmp_path, make_sample, monkeypatch
+) -> None:
+    sink = make_sink(tmp_path)
+    samples = [make_sample(), make_sample()]
+    sink.write(samples[0])
+    die(sink)
+    real, looks = Folder.lock, []
+
+    def lock(folder: Folder, fd: int, name: str) -> bool | None:
+        if not looks:
+            looks.append(name)
+            make_sink(tmp_path).close()
+        return real(folder, fd, name)
+
+    monkeypatch.setattr(Folder, "lock", lock)
+    sink = make_sink(tmp_path)
+    sink.write(samples[1])
+    sink.close()
+    assert shards(tmp_path) == ["shard-00000.safetensors", "shard-00001.safetensors"]
+    check(tmp_path, samples)
+
+
+def test_a_number_whose_shard_was_taken_away_is_not_used_again(tmp_path, make_sample) -> None:
+    sink = make_sink(tmp_path)
+    gone = make_sample(tokens=20)
+    sink.write(gone)
+    sink.close()
+    (tmp_path / "shard-00000.safetensors").unlink()
+    sink = make_sink(tmp_path)
+    fresh = make_sample(tokens=20)
+    sink.write(fresh)
+    die(sink)
+    make_sink(tmp_path).close()
+    assert shards(tmp_path) == ["shard-00001.safetensors"]
+    check(tmp_path, [fresh])
 
 
 def test_metadata_above_the_usual_room_gets_a_shard_that_holds_it(tmp_path, make_sample) -> None:

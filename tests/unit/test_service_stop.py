@@ -124,3 +124,25 @@ def test_a_signal_at_any_moment_of_the_sleep_is_heard_and_hangs_nothing() -> Non
 @pytest.mark.long
 def test_a_threading_event_in_a_handler_is_seen_to_hang() -> None:
     assert storm("event", 300_000) == "hangs"
+
+
+def test_a_drain_runs_in_a_thread_that_is_not_the_main_one(tmp_path) -> None:
+    name = f"test-{secrets.token_hex(4)}"
+    options = service.DrainOptions(name, [service.Output(SinkOptions(str(tmp_path)))])
+    found: list[service.Outcome] = []
+    progress = Progress(Console(), live=False, quiet=True)
+    with shmconn.Producer.create(
+        name, size="1MiB", layer_ids=[1], hidden_size=4, dtype="float32"
+    ) as producer:
+        fill = producer.allocate(number=1, request_id="r", token_ids=np.arange(2))
+        assert fill is not None
+        producer.accept(1)
+        producer.publish(fill)
+        thread = threading.Thread(target=lambda: found.append(service.run(options, progress)))
+        handler = signal.getsignal(signal.SIGTERM)
+        thread.start()
+        producer.close()
+        thread.join(60)
+    assert found[0].code == 0
+    assert (tmp_path / "r.safetensors").exists()
+    assert signal.getsignal(signal.SIGTERM) is handler

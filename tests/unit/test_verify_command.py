@@ -73,6 +73,7 @@ def test_honest_samples_hold_in_every_check(verify: Verify) -> None:
     assert code == 0 and report["ok"] and report["completeness_checked"]
     assert {check["name"]: check["checked"] for check in report["checks"]} == {
         "files are samples": 6,
+        "layers, size, dtype alike": 6,
         "promised samples are there": 6,
         "samples were promised": 6,
         "name, tag, ids as replied": 6,
@@ -87,9 +88,34 @@ def test_without_a_log_states_are_checked_and_the_gap_is_said(verify: Verify) ->
     assert code == 0 and not report["completeness_checked"]
     assert [check["name"] for check in report["checks"]] == [
         "files are samples",
+        "layers, size, dtype alike",
+        "names are the samples' own",
         "states are the model's",
         "sends of a prompt agree",
     ]
+
+
+def test_without_a_log_two_files_that_changed_names_are_seen(
+    verify: Verify, samples: Verified
+) -> None:
+    swap_two_files(samples)
+    code, report = verify(sends=None)
+    assert code == 1
+    faults = [fault for fault in report["faults"] if "were files renamed" in fault["text"]]
+    assert len(faults) == 2
+
+
+def test_a_sample_of_another_kind_is_named(verify: Verify, samples: Verified) -> None:
+    def halve(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+        tensors["hidden_states"] = tensors["hidden_states"].half()
+        metadata["dtype"] = "float16"
+
+    samples.change("short-1", halve)
+    code, report = verify(sends=None)
+    assert code == 1
+    odd = [fault for fault in report["faults"] if fault["check"] == "layers, size, dtype alike"]
+    assert [fault["sample"] for fault in odd] == ["short-1.safetensors"]
+    assert "float16, most are of layers" in odd[0]["text"]
 
 
 def swap_two_files(samples: Verified) -> None:
