@@ -180,8 +180,11 @@ Meanwhile = Callable[[], None] | None
 class Capture(Protocol):
     """Copies a request's blocks out of the cache into a slot."""
 
+    def at_step(self) -> None:
+        """Called by the main thread in each step: marks are made on that step's stream."""
+
     def mark(self) -> Any:
-        """Called by the main thread in a step: what its stream was given so far, to wait for."""
+        """Called by the main thread: what the steps' stream was given so far, to wait for."""
 
     def bind(self) -> None:
         """Called once by the thread that will copy."""
@@ -220,6 +223,9 @@ class HostCapture:
     def __init__(self, cache: CacheView) -> None:
         self._cache = cache
         self._words: np.ndarray[Any, Any] = cache.words().numpy()
+
+    def at_step(self) -> None:
+        """There are no streams."""
 
     def mark(self) -> None:
         """Host memory is written when a step returns: there is nothing to wait for."""

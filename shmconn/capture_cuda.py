@@ -37,15 +37,20 @@ class Device:
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._pinned: Pinned | None = None
+        self._steps: Any = None
 
     def bind(self) -> None:
         """Makes the device the current one of this thread."""
         torch.accelerator.set_device_index(self._device)
 
+    def at_step(self) -> None:
+        """Takes the stream that is current now for the steps'."""
+        self._steps = self._module.current_stream(self._device)
+
     def mark(self) -> Any:
-        """An event after all work that is queued on the current stream."""
+        """An event after all work that is queued on the steps' stream."""
         event = self._module.Event()
-        event.record(self._module.current_stream(self._device))
+        event.record(self._steps or self._module.current_stream(self._device))
         return event
 
     def stream(self) -> Any:
@@ -240,6 +245,10 @@ class DeviceCapture:
         except BaseException:
             self._device.unregister()
             raise
+
+    def at_step(self) -> None:
+        """Marks are made on the stream that is current now."""
+        self._device.at_step()
 
     def mark(self) -> Any:
         """A point on the compute stream that no copy passes before it is reached."""

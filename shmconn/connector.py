@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV connector that vLLM loads: which hook does what. The work is done elsewhere.
 
-    scheduler    request_finished        -> Intake: number, tokens, reason, reply
+    scheduler    request_finished        -> Intake: number, tokens, reason, reply; and the Copier at
+                                            once, if the writing worker lives in this process
                  build_connector_meta    -> what finished goes to the workers with the next step
     worker       register_kv_caches      -> the ring (tensor-parallel rank 0 only)
                  bind_connector_metadata -> Copier: takes work in, before the step's forward pass
@@ -9,7 +10,8 @@
 
 A step binds its metadata when all rows of earlier steps are queued on the device, and none of its
 own: so a copy waits for no more than it must, and runs beside the step. `get_finished` may be
-asked at any time in a step, and is by no means in the order of the steps' ends.
+asked at any time in a step, and numbers come in any order. In one process there may be no next
+step: ``LLM.generate`` takes none after the last answer.
 
 vLLM calls every hook in its engine's main thread, and an exception in any of them ends the
 engine. So each hook that does anything is wrapped: after start, a fault of ours is logged and
@@ -38,7 +40,7 @@ from shmconn.hold import Throttle
 from shmconn.intake import Intake, RingIdentity, Work
 from shmconn.stats import ShmPromMetrics, ShmStats
 from shmconn.versions import check_vllm
-from shmconn.worker import Bystander, Target, Writer, open_writer
+from shmconn.worker import Bystander, Target, Writer, open_writer, writer_here
 
 logger = logging.getLogger("vllm.shmconn")
 
@@ -139,7 +141,9 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self, request: Any, block_ids: Sequence[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Takes a finished request in; its blocks stay until the copy is done."""
-        return self._intake.finish(request, block_ids)
+        answer = self._intake.finish(request, block_ids)
+        self._hand_over()
+        return answer
 
     @_never_raises(lambda: (False, None))
     def request_finished_all_groups(
@@ -147,7 +151,20 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same, where vLLM has several groups of KV caches."""
         group = self._place.group
-        return self._intake.finish(request, block_ids[group] if group < len(block_ids) else ())
+        answer = self._intake.finish(request, block_ids[group] if group < len(block_ids) else ())
+        self._hand_over()
+        return answer
+
+    @_never_raises(lambda: None)
+    def _hand_over(self) -> None:
+        """Spares a request the wait for the next step, if its worker is here.
+
+        That step's metadata has it all the same, for other ranks; the writer takes it once.
+        """
+        identity = self._intake.identity
+        writer = None if identity is None else writer_here(identity.generation)
+        if writer is not None:
+            writer.submit(self._intake.sure())
 
     @_never_raises(lambda: None)
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
@@ -202,15 +219,12 @@ class ShmHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         identity = self._worker.identity
         return None if identity is None else ShmHandshake(identity)
 
+    @_never_raises(lambda: None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Takes in what finished before this step; comes before the step's forward pass."""
         super().bind_connector_metadata(connector_metadata)
-        if isinstance(connector_metadata, ShmMetadata) and connector_metadata.work:
-            self._take_in(connector_metadata.work)
-
-    @_never_raises(lambda: None)
-    def _take_in(self, work: list[Work]) -> None:
-        self._worker.submit(work)
+        ours = isinstance(connector_metadata, ShmMetadata)
+        self._worker.step(connector_metadata.work if ours else ())
 
     @_never_raises(lambda: (None, None))
     def get_finished(

@@ -89,7 +89,8 @@ class Hold:
             return "no_reader"
         if now >= self._say_at:
             logger.warning(
-                "shmconn has held finished requests for %.0f s, now %d, the oldest for %.0f s: %s",
+                "shmconn has held finished requests for %.0f s, now %d, the oldest for %.0f s, and "
+                "until there is room, a pause, a sleep or a drain of vLLM waits for them: %s",
                 now - self._full_since,
                 waiting,
                 now - self._since,

@@ -144,6 +144,14 @@ class Intake:
         self._pending.append(work)
         return work.report, reply
 
+    def sure(self) -> list[Work]:
+        """The last request to finish, if all its rows are on their way to the device.
+
+        An abort may come amid a step, before the last ones are.
+        """
+        last = self._pending[-1:]
+        return last if last and last[0].handed_out else []
+
     def take(self) -> list[Work]:
         """What finished since the last call."""
         work, self._pending = self._pending, []

@@ -25,6 +25,11 @@ logger = logging.getLogger("vllm.shmconn")
 
 METHOD = "extract_hidden_states"
 
+# Writers of this process, by their ring's generation, once they have taken part in a step: where
+# scheduler and worker share a process and its main thread, finished requests need not wait for the
+# next step's metadata. A generation is random: another engine's ring is never taken for it.
+_here: "dict[str, Writer]" = {}
+
 
 @dataclass(frozen=True)
 class Target:
@@ -108,6 +113,10 @@ class Bystander:
         self._taken = Seen()
         self._done: set[str] = set()
 
+    def step(self, work: Iterable[Work]) -> None:
+        """A step begins, with this work in its metadata."""
+        self.submit(work)
+
     def submit(self, work: Iterable[Work]) -> None:
         """Has nothing to do for these requests."""
         fresh = [one for one in work if self._reports and self._taken.add(one.number)]
@@ -146,9 +155,24 @@ class Writer:
         self._capture = capture
         self._copier = copier
         self._grace_s = grace_s
+        self._generation = producer.generation
+        self._closed = False
+
+    def step(self, work: Iterable[Work]) -> None:
+        """A step begins, with this work in its metadata.
+
+        Called in the engine's main thread with the step's own stream current.
+        """
+        self._capture.at_step()
+        if not self._closed:
+            _here[self._generation] = self
+        if work:
+            self.submit(work)
 
     def close(self) -> None:
         """Settles what is held, or buries it when the grace is over; then ends the ring."""
+        self._closed = True
+        _here.pop(self._generation, None)
         try:
             self._copier.close(self._grace_s)
         finally:
@@ -156,6 +180,11 @@ class Writer:
                 self._capture.close()
             finally:
                 self._producer.close()
+
+
+def writer_here(generation: str) -> Writer | None:
+    """The writer of a ring, if it is in this process and takes part in steps."""
+    return _here.get(generation)
 
 
 def open_writer(

@@ -3,6 +3,7 @@
 
 import logging
 import secrets
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,9 @@ _FOLDER = "shared_storage_path"
 _OF_EXAMPLE = {_FOLDER, "allow_custom_save_path", "use_synchronization_lock", "num_writer_threads"}
 _RING_WAIT_S = 60.0
 _SAMPLE_WAIT_S = 300.0
+# How long to step at most for blocks to come back, and the pause between two steps.
+_SETTLE_S = 1.0
+_STEP_S = 0.001
 
 
 class LLM(vllm.LLM):  # type: ignore[misc]
@@ -61,11 +65,11 @@ class LLM(vllm.LLM):  # type: ignore[misc]
         self.hidden_states_drain = BackgroundDrain(
             extra["ring"], memory=hidden_states_memory, folder=folder, wait_s=_RING_WAIT_S
         )
-        step = self.llm_engine.step
+        self._step = self.llm_engine.step
 
         def checked_step() -> Any:
             self.hidden_states_drain.check()
-            return step()
+            return self._step()
 
         # So generate() ends at once when there is no room, not when all prompts are done.
         self.llm_engine.step = checked_step
@@ -102,7 +106,20 @@ class LLM(vllm.LLM):  # type: ignore[misc]
                 # load_hidden_states says it again to whoever wants this one.
                 _log.warning("request %s: %s", output.request_id, error)
         drain.check()
+        self._give_blocks_back()
         return outputs
+
+    def _give_blocks_back(self) -> None:
+        """Takes the steps that vLLM's own process would, so that no block has an owner any more.
+
+        Else ``sleep`` and ``reset_prefix_cache`` right after this would fail. What is held because
+        the drain is full stays so.
+        """
+        core = getattr(self.llm_engine.engine_core, "engine_core", None)
+        deadline = time.monotonic() + _SETTLE_S
+        while core is not None and core.scheduler.has_requests() and time.monotonic() < deadline:
+            self._step()
+            time.sleep(_STEP_S)
 
 
 def _options_of(config: Any) -> tuple[dict[str, Any], str | None]:

@@ -68,10 +68,13 @@ def test_the_example_reads_more_than_its_ring_holds(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("apart", ["1", pytest.param("0", marks=pytest.mark.long)])
 def test_the_bound_of_memory_ends_generate_at_once_and_the_engine_goes_on(
-    run: Callable[..., str],
+    run: Callable[..., str], monkeypatch: pytest.MonkeyPatch, apart: str
 ) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", apart)
     out = run(ROLES, "bound", MODEL)
+    assert ("RESET" in out) is (apart == "0")
     assert re.search(r"^FULL \d+ samples .* over the bound of 3\.0 MiB\. Generate fewer", out, re.M)
     assert "LOADED 6 [64, 4, 576]" in out
 

@@ -49,6 +49,9 @@ class NoDevice:
     def bind(self) -> None:
         self.log.append("bind")
 
+    def at_step(self) -> None:
+        self.log.append("at step")
+
     def mark(self) -> str:
         return "mark"
 

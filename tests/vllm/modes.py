@@ -7,6 +7,7 @@ What a mode must show is asserted here; where vLLM itself refuses, its own words
 import faulthandler
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -212,6 +213,84 @@ def sleep(folder: Path) -> None:
     engine.close()
 
 
+def hold_some(engine: Offline, count: int = 20) -> None:
+    """Answers that are all there, of which some samples find no room in the ring."""
+    from vllm import SamplingParams
+
+    wish = {"kv_transfer_params": {"tag": "twin"}}
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=wish)
+    asked = [{"prompt_token_ids": prompt(40, 300 + index)} for index in range(count)]
+    outputs = engine.llm.generate(asked, sampling, use_tqdm=False)
+    assert len(outputs) == count and engine.usage > 0
+
+
+def held(folder: Path) -> None:
+    """What is held is not lost: whoever would take its blocks away is refused until it is read."""
+    engine = Offline(tiny(folder), transfer=lambda ring: planted(ring, "1MiB"))
+    # Nothing is held here but the last request's blocks, which the next step gives back.
+    engine.round(PROMPTS[:1])
+    hold_some(engine)
+    used = engine.usage
+    assert not engine.llm.reset_prefix_cache() and engine.usage == used
+    for forced in (True, False):
+        try:
+            if forced:
+                engine.core.reset_prefix_cache(reset_running_requests=True)
+            else:
+                engine.llm.sleep(1)
+        except RuntimeError as refusal:
+            print("REFUSED", refusal)
+        else:
+            raise AssertionError(f"blocks of held requests were taken away (forced: {forced})")
+        assert engine.usage == used
+    engine.llm.wake_up()
+    samples: list[Any] = []
+    deadline = time.monotonic() + 60
+    while engine.core.scheduler.has_requests():
+        assert time.monotonic() < deadline
+        engine.engine.step()
+        samples += engine.read()
+    samples += engine.read()
+    assert len(samples) == 20 and engine.idle
+    engine.seen += len(samples)
+    engine.check_twins(samples)
+    # Now none has blocks any more, and all of it works.
+    assert engine.llm.reset_prefix_cache()
+    engine.llm.sleep(1)
+    engine.llm.wake_up()
+    agree(engine.round(PROMPTS[:2]), engine.round(PROMPTS[:2]))
+    engine.close()
+
+
+def held_apart(folder: Path) -> None:
+    """An engine in a process of its own sleeps once held samples are read, and says so."""
+    engine = Apart(tiny(folder), transfer=lambda ring: planted(ring, "1MiB"))
+    hold_some(engine)
+    asleep = threading.Event()
+
+    def sleep() -> None:
+        engine.llm.sleep(1)
+        asleep.set()
+
+    sleeper = threading.Thread(target=sleep)
+    sleeper.start()
+    # As long as it takes the first word of a stall to come.
+    assert not asleep.wait(12)
+    print("WAITS", flush=True)
+    samples: list[Any] = []
+    while sleeper.is_alive() or engine.reader.unread():
+        samples += engine.read()
+        time.sleep(0.01)
+    assert asleep.is_set()
+    engine.llm.wake_up()
+    samples += engine.read()
+    assert len(samples) == 20
+    engine.seen += len(samples)
+    engine.check_twins(samples)
+    engine.round(PROMPTS[:2])
+    engine.close()
+
+
 def mla(folder: Path) -> None:
     """DeepSeek-V2's latent attention; on a CPU vLLM cuts no prompt into chunks with it.
 
@@ -370,7 +449,8 @@ def example(folder: Path) -> None:
 MODES = {
     one.__name__: one
     for one in (
-        *(plain, smollm, apart, runner_v2, lora, prompt_embeds, pooling, sleep, mla, hybrid),
+        *(plain, smollm, apart, runner_v2, lora, prompt_embeds, pooling, sleep, held, mla),
+        *(held_apart, hybrid),
         *(mamba, offloading, example),
     )
 }

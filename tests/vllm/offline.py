@@ -220,14 +220,24 @@ class Offline:
     def take(self, count: int, may_lose: int = 0) -> list[shmconn.Sample]:
         """The next samples, as many as there must be; bit for bit what the cache held."""
         self.settle()
-        samples = []
-        while (sample := self.reader.next(timeout=0)) is not None:
-            samples.append(sample.clone())
-            sample.release()
+        samples = self.read()
         self.seen += len(samples)
         self.lost += count - len(samples)
         assert count - may_lose <= len(samples) <= count, f"{len(samples)} samples, not {count}"
         assert self.idle
+        self.check_twins(samples)
+        return samples
+
+    def read(self) -> list[shmconn.Sample]:
+        """What is in the ring now, copied out."""
+        samples = []
+        while (sample := self.reader.next(timeout=0)) is not None:
+            samples.append(sample.clone())
+            sample.release()
+        return samples
+
+    def check_twins(self, samples: list[shmconn.Sample]) -> None:
+        """They are bit for bit what the cache held."""
         for sample in samples:
             twin = torch.load(
                 Path(os.environ["SHMCONN_TWINS"])
@@ -240,7 +250,6 @@ class Offline:
                 sample.hidden_states.view(torch.uint8), twin.contiguous().view(torch.uint8)
             )
             assert sample.hidden_states.isfinite().all()
-        return samples
 
     def close(self, lost: int = 0) -> None:
         """Counts add up, with this many requests lost on purpose; nothing is left in /dev/shm."""

@@ -29,11 +29,18 @@ def run(name: str, folder: Path, **environment: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "smollm", "apart", "lora", "pooling", "sleep", "mla", "example"]
+    "name", ["plain", "smollm", "apart", "lora", "pooling", "sleep", "mla", "example", "held"]
 )
 def test_this_mode_yields_one_right_sample_for_each_request(name: str, tmp_path: Path) -> None:
     done = run(name, tmp_path)
     assert done.returncode == 0 and f"DONE {name}" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_sleep_that_waits_for_readers_says_so(tmp_path: Path) -> None:
+    done = run("held_apart", tmp_path)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 and "DONE held_apart" in done.stdout, output
+    assert "a sleep or a drain of vLLM waits for them" in output.partition("WAITS")[0] + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,7 @@ EMPTY = {
     "ShmHiddenStatesConnector.update_state_after_alloc",
 }
 # All that these do is done inside a guard of their own.
-GUARDS = {
-    "Copier.submit",
-    "Copier._settle",
-    "ShmHiddenStatesConnector.bind_connector_metadata",
-}
+GUARDS = {"Copier.submit", "Copier._settle"}
 # Before a request has a number it has no handle either: nobody can wait for its sample.
 UNNUMBERED = {"ShmHiddenStatesConnector.request_finished_all_groups", "Intake.finish"}
 
@@ -183,7 +179,7 @@ def test_a_fault_in_any_function_of_ours_costs_at_most_one_sample(
         threading.setprofile(None)  # type: ignore[arg-type]
     # These were bound when the engine started; now they are looked up at each call.
     writer = engine.worker._worker
-    for name in ("submit", "drain_stats"):
+    for name in ("submit", "take_done", "drain_stats"):
         bound = getattr(writer, name)
         late = functools.partial(call_late, bound.__self__, bound.__name__)
         monkeypatch.setattr(writer, name, late)
