@@ -10,18 +10,20 @@ from typing import Any
 import pytest
 import torch
 from engine import HIDDEN_LAYER, fake_config, hidden_cache, transfer_config, vllm_config
-from server import make_model
+from server import ROOT, make_model
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 import shmconn
-from shmconn import directory, plugin, worker
+from shmconn import directory, plugin, versions, worker
+from shmconn.capture import Place
 from shmconn.connector import ShmHiddenStatesConnector
 from shmconn.errors import NoSpace, OptionError
 from shmconn.worker import Target, open_writer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+PLACE = Place(0, 16, HIDDEN_LAYER)
 
 
 def test_the_connector_is_found_by_name_and_registering_twice_is_no_error() -> None:
@@ -120,10 +122,50 @@ def test_an_unknown_option_is_named_with_the_nearest_known_one(role: KVConnector
 
 def test_caches_without_hidden_states_are_named() -> None:
     config = vllm_config(str(make_model()), transfer_config({}))
-    with pytest.raises(OptionError, match=r"holds hidden states: model.layers.0.attn"):
+    with pytest.raises(OptionError, match=r"groups \(model.layers.0.attn\), found none"):
         KVConnectorFactory.create_connector(
             config, KVConnectorRole.WORKER, caches("model.layers.0.attn")
         )
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "said"),
+    [
+        (versions.RUN["cpu"][-1], "cpu", None),
+        (versions.RUN["cpu"][0] + "+cpu", "cpu", None),
+        (versions.RUN["cuda"][0], "cuda", None),
+        ("9.9.9", "cpu", "never run with vLLM 9.9.9 on cpu (run were 0.22.1,"),
+        (versions.RUN["cpu"][0] + ".dev1", "cpu", "on cpu (run were"),
+        ("0.32.0", "xpu", "never run with vLLM 0.32.0 on xpu (with none there)"),
+    ],
+)
+def test_a_version_that_was_not_run_is_said_to_be_so(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: str,
+    device: str,
+    said: str | None,
+) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
+    versions.check_vllm(config, tell=False)
+    assert caplog.text == ""
+    versions.check_vllm(config, tell=True)
+    assert said in caplog.text if said else caplog.text == ""
+
+
+def test_each_version_that_counts_as_run_has_a_row_in_the_documents() -> None:
+    rows = [
+        line
+        for line in (ROOT / "docs" / "vllm.md").read_text().splitlines()
+        if line.startswith("| 0.") and "| run" in line
+    ]
+    for device, run in versions.RUN.items():
+        for version in run:
+            wanted = "CUDA" if device == "cuda" else "CPU"
+            assert any(version in row[:30] and wanted in row for row in rows), (device, version)
 
 
 def test_a_vllm_without_the_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +179,7 @@ def test_a_vllm_without_the_method_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def writer(ring: str, hidden: int = 8, **extra: Any) -> worker.Writer:
     config = shmconn_config(ring=ring, **extra)
     cache = hidden_cache(4, hidden)[0]
-    return open_writer({HIDDEN_LAYER: cache}, Target((1, 2), 8, 64), config, ring, "engine", 16)
+    return open_writer({HIDDEN_LAYER: cache}, Target((1, 2), 8, 64), config, ring, "engine", PLACE)
 
 
 def shmconn_config(**extra: Any) -> Any:
@@ -172,12 +214,12 @@ def test_a_ring_too_small_for_the_longest_request_is_warned_of_with_the_size_it_
     cache = hidden_cache(4, 8)[0]
     target = Target((1, 2), 8, 100_000)
     config = shmconn_config(ring=ring, ring_size="1MiB")
-    open_writer({HIDDEN_LAYER: cache}, target, config, ring, "engine", 16).close()
+    open_writer({HIDDEN_LAYER: cache}, target, config, ring, "engine", PLACE).close()
     assert "max_model_len 100000 tokens does not fit a third" in caplog.text
     need = caplog.text.split("a ring_size of ")[1].split(" takes")[0]
     caplog.clear()
     config = shmconn_config(ring=ring, ring_size=need)
-    open_writer({HIDDEN_LAYER: cache}, target, config, ring, "engine", 16).close()
+    open_writer({HIDDEN_LAYER: cache}, target, config, ring, "engine", PLACE).close()
     assert "does not fit" not in caplog.text
 
 
@@ -188,7 +230,7 @@ def test_a_second_engine_under_an_explicit_name_is_told_of_and_a_rank_is_not(
         cache = hidden_cache(4, 8)[0]
         config = shmconn_config(ring=ring, ring_size="1MiB")
         target = Target((1, 2), 8, 64)
-        return open_writer({HIDDEN_LAYER: cache}, target, config, ring, engine_id, 16)
+        return open_writer({HIDDEN_LAYER: cache}, target, config, ring, engine_id, PLACE)
 
     started = [start("a_dp0"), start("a_dp1")]
     assert "another engine" not in caplog.text
