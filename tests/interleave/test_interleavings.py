@@ -117,6 +117,7 @@ def check(reports: dict[str, Report], bound: str, **more: Any) -> None:
     assert bad == {}
 
 
+@pytest.mark.long
 def test_every_schedule_up_to_two_preemptions_keeps_the_promises(tiny: str) -> None:
     jobs = [lambda name=name: search(name, 2, tiny) for name in TWO]
     reports = dict(zip(TWO, on_all_cores(jobs), strict=True))
