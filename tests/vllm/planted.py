@@ -4,7 +4,7 @@
 vLLM loads this class by its module path in the tests' server; everything else is the real thing.
 
     plant:PLACE    the function named raises for this one request
-    twin...        its rows are also copied in the plainest way, before vLLM may free the blocks,
+    twin...        its rows are also copied in the plainest way, before the connector takes it in,
                    into $SHMCONN_TWINS/GENERATION-NUMBER.pt
 """
 
@@ -71,19 +71,28 @@ class PlantedConnector(ShmHiddenStatesConnector):  # type: ignore[misc]
         plant(self._worker._capture, "copy")
         plant(copier._tally, "published")
 
-    def get_finished(self, finished_req_ids: Any) -> Any:
-        if self.has_connector_metadata() and self._worker.identity is not None:
-            for work in self._get_connector_metadata().work:
-                if str(work.tag).startswith("twin"):
-                    self._save_twin(work)
-        return super().get_finished(finished_req_ids)
+        submit = self._worker.submit
+
+        def submit_with_twins(work: Any) -> None:
+            work = list(work)
+            # First: once it is taken in, the sample may be with its reader at any moment.
+            for one in work:
+                if one.reason is None and str(one.tag).startswith("twin"):
+                    self._save_twin(one)
+            submit(work)
+
+        self._worker.submit = submit_with_twins
 
     def _save_twin(self, work: Any) -> None:
+        name = f"{self._worker.identity.generation}-{work.number}.pt"
+        file = Path(os.environ["SHMCONN_TWINS"]) / name
+        if file.exists():
+            # A request is handed over more than once, and its blocks are freed after the first.
+            return
         cache = self._worker._capture._cache
         rows = []
         for token in range(len(work.token_ids)):
             index, place = divmod(token, cache.block)
             block = work.blocks[index // cache.expand] * cache.expand + index % cache.expand
             rows.append(cache.states[block, place].clone())
-        name = f"{self._worker.identity.generation}-{work.number}.pt"
-        torch.save(torch.stack(rows).cpu(), Path(os.environ["SHMCONN_TWINS"]) / name)
+        torch.save(torch.stack(rows).cpu(), file)
