@@ -302,6 +302,8 @@ def main() -> None:
     parser.add_argument("--data-parallel", type=int, default=1)
     parser.add_argument("--async-scheduling", action="store_true")
     options = parser.parse_args()
+    # Far more than the slowest vLLM takes.
+    faulthandler.dump_traceback_later(300 + 6 * options.requests, exit=True)
     set_up(options.folder)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     if options.async_scheduling:
@@ -312,6 +314,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(1500, exit=True)
     with contextlib.suppress(KeyboardInterrupt):
         main()

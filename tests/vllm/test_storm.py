@@ -25,7 +25,7 @@ def run_storm(folder: Path, *options: str, requests: str = REQUESTS) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=1600,
+        timeout=400 + 6 * int(requests),
     )
     for ring in re.findall(r"^RING (\S+)$", done.stdout, re.M):
         remove_ring(ring)
